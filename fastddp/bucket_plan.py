@@ -65,6 +65,18 @@ def plan_buckets(parameters: Sequence[Tensor], caps: Sequence[int], order: Seque
     return plan + [bucket.members for bucket in open_buckets.values() if bucket.members]
 
 
+def become_complete_in_order(plan: Buckets, order: Sequence[int]) -> bool:
+    """Whether buckets of ``plan`` become complete one after the other, if gradients come in ``order``.
+
+    Example: with the buckets [[3], [2, 1], [0]] and the order 3, 1, 2, 0 they do; with 2, 1, 3, 0 they do not.
+    """
+    moments = {index: moment for moment, index in enumerate(order)}
+    if {index for bucket in plan for index in bucket} != moments.keys():
+        return False
+    ends = [max(moments[index] for index in bucket) for bucket in plan]
+    return ends == sorted(ends)
+
+
 @dataclass(frozen=True)
 class PlannedParameter:
     """One parameter of a bucket, under its name in the module."""

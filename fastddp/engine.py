@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastddp import _C, comm_hooks
-from fastddp.bucket_plan import Buckets, plan_buckets
+from fastddp.bucket_plan import Buckets, become_complete_in_order, plan_buckets
 from fastddp.config import Config
 from fastddp.exchange.averages import divides_first
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting, check_wire
@@ -241,6 +241,8 @@ class Engine:
             order = [index for index in order if index in used] or order
             self.reducer.fix_usage()
         plan = recipe.plan(now.setting.parameters, order)
+        if self.sharded is not None and become_complete_in_order(now.setting.plan, order):
+            plan = now.setting.plan  # others would be little better, and parameters and the optimizer's state would move
         bucket_bytes = [sum(now.setting.parameters[index].nbytes for index in bucket) for bucket in plan]
         now.setting = dataclasses.replace(now.setting, divide_in_collective=self._divides_in_collective(order))
         self.use_plan(plan, lanes_pay(bucket_bytes))

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "transport/transport.h"
 
 namespace fastddp {
@@ -49,14 +51,32 @@ class ShardSum : public ShardStage {
   bool takes_room() const override { return own_sums_ && !in_pairs_; }
 
   void start(size_t, c10d::ProcessGroup& lane, Piece& piece) const override {
+    if (shares_room() && !piece.room.defined()) take_room(piece);
     stages_->start_sum(0, lane, piece, runs_of(piece));
   }
 
-  void add_up(size_t, const Piece& piece) const override {
+  void add_up(size_t, Piece& piece) const override {
     stages_->add_up(piece, piece.shards, own_run(adder_ == nullptr ? piece.wire : piece.sum, piece.bucket), adder_);
+    if (shares_room() && piece.room.defined()) rooms_.push_back(std::move(piece.room));
   }
 
  private:
+  // Messages that are not on their way at the same time use the same memory. On a device they may be, as far as the host knows.
+  bool shares_room() const { return in_pairs_ && adder_ == nullptr && lanes_.ranks() > 1; }
+
+  // The smallest one in which the message fits, if runs are equal parts; else it may still be too small.
+  void take_room(Piece& piece) const {
+    const auto fits = [&](const at::Tensor& room) {
+      return room.scalar_type() == piece.wire.scalar_type() && room.numel() + room.numel() / (lanes_.ranks() - 1) >= piece.wire.numel();
+    };
+    const auto size = [&](const at::Tensor& room) { return fits(room) ? room.nbytes() : SIZE_MAX; };
+    const auto found = std::ranges::min_element(rooms_, {}, size);
+    if (found == rooms_.end() || !fits(*found)) return;
+    piece.room = std::move(*found);
+    rooms_.erase(found);
+  }
+
+  mutable std::vector<at::Tensor> rooms_;
   const int64_t ranks_;
   const double times_;
 };

@@ -60,7 +60,7 @@ class ShardedSum : public Transport {
     }
   }
 
-  void add_up(size_t round, const Piece& piece) const override {
+  void add_up(size_t round, Piece& piece) const override {
     if (round >= levels_.size() || !levels_[round].owns_a_shard()) return;
     const auto part = part_of(piece.wire, round);
     const auto target = rows(part_of(sum_of(piece), round), levels_[round].shards)[levels_[round].place];

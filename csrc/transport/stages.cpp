@@ -30,17 +30,17 @@ bool are_equal_parts(const at::Tensor& wire, const Shards& shards) {
   return begin == wire.storage_offset() + wire.numel();
 }
 
-// A row for what each of the ranks sends of this rank's shard. Levels use the same room one after the other. The memory of the sum
-// serves, if this rank's row is where its sum goes. `more`: elements after the rows.
-at::Tensor room_for(Piece& piece, const Shards& shards, const Level& level, int64_t more = 0) {
+// Memory for what `rows` ranks send of this rank's shard, and `more` elements. Levels use it one after the other. The memory of the
+// sum serves, if this rank's row there is where its sum goes.
+at::Tensor room_for(Piece& piece, const Shards& shards, const Level& level, size_t rows, int64_t more = 0) {
   const auto& own = shards[level.place];
-  const auto elements = static_cast<int64_t>(level.ranks.size()) * own.numel() + more;
+  const auto elements = static_cast<int64_t>(rows) * own.numel() + more;
   if (piece.sum.defined() && are_equal_parts(piece.wire, shards)) {
     piece.room = piece.sum;
   } else if (!piece.room.defined() || piece.room.numel() < elements) {
     piece.room = at::empty({elements}, own.options());
   }
-  return piece.room.narrow(0, 0, elements);
+  return piece.room;
 }
 
 class Pairs : public Stages {
@@ -50,8 +50,7 @@ class Pairs : public Stages {
   void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
     Messages messages{lane, piece, tag(round, piece), piece.sent};
     if (owns_a_shard()) {
-      const auto& own = shards[level_.place];
-      const auto rows = rows_of(room_for(piece, shards, level_), own);
+      const auto rows = rows_of(piece, room_for(piece, shards, level_, level_.ranks.size() - 1), shards);
       for_others(level_.ranks.size(), [&](size_t other) { messages.receive(rows[other], level_.ranks[other]); });
     }
     for_others(shards.size(), [&](size_t owner) { messages.send(shards[owner], level_.ranks[owner]); });
@@ -60,8 +59,7 @@ class Pairs : public Stages {
   void add_up(const Piece& piece, const Shards& shards, const at::Tensor& target, Adder* adder) const override {
     if (!owns_a_shard() || target.numel() == 0) return;
     const auto& own = shards[level_.place];
-    auto parts = rows_of(piece.room, own);
-    parts[level_.place] = own;  // where it was packed
+    const auto parts = rows_of(piece, piece.room, shards);
     if (adder == nullptr) return add_parts(parts, level_.place, target);
     adder->add(piece.bucket, own.storage_offset(), parts, target);  // a wire has a storage of its own
   }
@@ -116,10 +114,14 @@ class Pairs : public Stages {
     }
   }
 
-  std::vector<at::Tensor> rows_of(const at::Tensor& room, const at::Tensor& own) const {
+  // What each rank sends; this rank's is where it was packed. If the room is that of the sum, its row there stays free.
+  std::vector<at::Tensor> rows_of(const Piece& piece, const at::Tensor& room, const Shards& shards) const {
+    const auto& own = shards[level_.place];
+    const bool is_sum = room.is_same(piece.sum);
     std::vector<at::Tensor> rows;
-    for (size_t row = 0; row < level_.ranks.size(); ++row) {
-      rows.push_back(room.narrow(0, static_cast<int64_t>(row) * own.numel(), own.numel()));
+    for (size_t rank = 0; rank < level_.ranks.size(); ++rank) {
+      const auto row = static_cast<int64_t>(is_sum || rank < level_.place ? rank : rank - 1);
+      rows.push_back(rank == level_.place ? own : room.narrow(0, row * own.numel(), own.numel()));
     }
     return rows;
   }
@@ -133,7 +135,7 @@ class AllToAll : public Stages {
   void start_sum(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
     if (piece.sent > 0) return;
     const bool is_even = are_equal_parts(piece.wire, shards);
-    const auto room = room_for(piece, shards, level_, is_even ? 0 : piece.wire.numel());
+    const auto room = room_for(piece, shards, level_, level_.ranks.size(), is_even ? 0 : piece.wire.numel());
     auto output = rows_in(room, shards[level_.place]).view(at::kByte);
     auto all = piece.wire.view(at::kByte);
     std::vector<int64_t> sent, received;

@@ -39,7 +39,7 @@ class Audited : public Transport {
     transport_->start(round, lane, piece);
   }
 
-  void add_up(size_t round, const Piece& piece) const override { transport_->add_up(round, piece); }
+  void add_up(size_t round, Piece& piece) const override { transport_->add_up(round, piece); }
 
   void note_came(const Piece& piece) const override {
     transport_->note_came(piece);

@@ -62,7 +62,7 @@ class Transport {
   virtual void start(size_t round, c10d::ProcessGroup& lane, Piece& piece) const = 0;
 
   // After a round: adds up the data that has come, in the place of this rank's own shard.
-  virtual void add_up(size_t round, const Piece& piece) const {}
+  virtual void add_up(size_t round, Piece& piece) const {}
 
   // The ranks' sum is in the piece's wire, and the window has not failed so far. The current stream has waited for the sum.
   virtual void note_came(const Piece& piece) const {}

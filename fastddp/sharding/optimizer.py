@@ -96,38 +96,39 @@ class ShardedOptimizer(Optimizer):
     def lay_out(self) -> _C.Sharding:
         """Put parameters into flat memory for the buckets in force; called by the model's engine."""
         before, inner_before = getattr(self, "shards", None), self._inner
-        self.shards = shards = Shards(self._model.engine.now, whole=self._whole, wire=self._wire)
-        self._inner = [self._inner_of(bucket) for bucket in shards.buckets]
+        self.shards = Shards(self._model.engine.now, whole=self._whole, wire=self._wire)
+        self._inner = [self._inner_of(bucket) for bucket in self.shards.buckets]
         if before is not None:
+            before.release()
             self._take_over(before, inner_before)
-        shards.install()
-        return shards.sharding
+        self.shards.install()
+        return self.shards.sharding
 
     @torch.no_grad()
     def _take_over(self, before: Shards, inner_before: list[Optimizer]) -> None:
         """Take the state of other buckets along, with copies in fp32 and gradients that nobody has stepped with."""
         now = self._model.engine.now
-        states = {key: state for inner in inner_before for key, state in inner.state.items()}
+        notices = {index for index, notice in before.notices.items() if now.parameters.tensors[index].grad is notice}
 
         def of_span(span: Span) -> dict[str, Any]:
-            parameter = now.parameters.tensors[span.parameter]
-            has_gradient = parameter.grad is before.notices[span.parameter]
-            beside = {_GRADIENT: span.holder.grad if has_gradient else None, _MAIN: before.main_of(span)}
-            return {**states.get(span.holder, {}), **{key: value for key, value in beside.items() if value is not None}}
+            gradient = span.holder.grad if span.parameter in notices else None
+            beside = {_GRADIENT: gradient, _MAIN: before.main_of(span)}
+            state = inner_before[span.bucket].state.get(span.holder, {})
+            return {**state, **{key: value for key, value in beside.items() if value is not None}}
 
-        own = {span.parameter: (number, span) for number, span in self.shards.numbered_spans()}
+        own = {span.parameter: span for span in self.shards.spans()}
         for index, whole in gathered(before, of_span, now.process_group):
             if index in own:
-                number, span = own[index]
-                state = whole.of_span(span)
-                span.holder.grad = state.pop(_GRADIENT, None)
-                if (main := state.pop(_MAIN, None)) is not None:
-                    span.holder.copy_(main)
-                if state:
-                    self._inner[number].state[span.holder] = state
-        for index, notice in before.notices.items():
-            if now.parameters.tensors[index].grad is notice:
-                now.parameters.tensors[index].grad = self.shards.notices[index]
+                self._take(own[index], whole.of_span(own[index]))
+        for index in notices:
+            now.parameters.tensors[index].grad = self.shards.notices[index]
+
+    def _take(self, span: Span, state: dict[str, Any]) -> None:
+        span.holder.grad = state.pop(_GRADIENT, None)
+        if (main := state.pop(_MAIN, None)) is not None:
+            span.holder.copy_(main)
+        if state:
+            self._inner[span.bucket].state[span.holder] = state
 
     def _inner_of(self, bucket: OneBucket) -> Optimizer:
         """The optimizer of this rank's part of a bucket."""

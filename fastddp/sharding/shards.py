@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastddp import _C
 from fastddp.bucket_plan import Buckets
 from fastddp.in_force import InForce
+from fastddp.module.main_gradients import without_memory
 from fastddp.sharding.notice import ShardedGradient, zeroing
 
 _16_BITS = (torch.float16, torch.bfloat16)
@@ -29,6 +30,10 @@ class Span(NamedTuple):
     """What the optimizer steps: a tensor of the parameter's shape if the part is all of it, else of one dimension."""
     place: int
     """Where it begins in the bucket's flat memory, in numbers."""
+    like: Tensor
+    """A tensor without memory, with the holder's shape and strides."""
+    bucket: int
+    """Its number."""
 
 
 @dataclass
@@ -71,7 +76,6 @@ class Shards:
         )
         self._parameters = now.parameters.tensors
         self._reducer = now.reducer
-        self._wire = wire
         self.notices: dict[int, ShardedGradient] = {}
         self.buckets = [self._lay_out(number, bucket, wire) for number, bucket in enumerate(self.plan)]
         self._make_notices(now)
@@ -104,7 +108,8 @@ class Shards:
             parameter, at = self._parameters[index], offset + (0 if in_run else run)
             like = parameter if end - begin == parameter.numel() else parameter.detach().new_empty(0).resize_(end - begin)
             view = _C.view_of(memory, like, at)
-            yield Span(index, begin, end, nn.Parameter(view.detach()), run + offset)
+            holder = nn.Parameter(view.detach())
+            yield Span(index, begin, end, holder, run + offset, without_memory(holder, holder.dtype), number)
 
     def _make_notices(self, now: InForce) -> None:
         holders = {span.parameter: span.holder for bucket in self.buckets for span in bucket.spans}
@@ -129,15 +134,17 @@ class Shards:
         for bucket in self.buckets:
             yield from bucket.spans
 
-    def numbered_spans(self) -> Iterator[tuple[int, Span]]:
-        """This rank's, with the number of their bucket."""
-        for number, bucket in enumerate(self.buckets):
-            yield from ((number, span) for span in bucket.spans)
+    def release(self) -> None:
+        """Parameters are elsewhere: give back their memory here, but not copies in fp32, which are state."""
+        for bucket in self.buckets:
+            bucket.flat = without_memory(bucket.flat, bucket.flat.dtype)
+            if bucket.main is None:
+                for span in bucket.spans:
+                    span.holder.data = span.like
 
     def main_of(self, span: Span) -> Tensor | None:
         """The copy of ``span`` in fp32; None: there is none."""
-        is_main = span.holder.dtype != self._parameters[span.parameter].dtype or self._wire is not None
-        return span.holder.detach() if is_main else None
+        return None if self.buckets[span.bucket].main is None else span.holder.detach()
 
     def gather_now(self, number: int, dtype: torch.dtype, of_span: Callable[[Span], Tensor | None]) -> Tensor:
         """A tensor laid out like bucket ``number``, with what each rank has for its spans, and zeros. A collective."""
@@ -145,7 +152,7 @@ class Shards:
         flat = torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.flat.device)
         for span in bucket.spans:
             if (part := of_span(span)) is not None:
-                _C.view_of(flat, span.holder, span.place).copy_(part)
+                _C.view_of(flat, span.like, span.place).copy_(part)
         self._gather.start(number, flat)
         self._gather.wait(number)
         return flat

@@ -33,7 +33,7 @@ class Whole:
     def of_span(self, span: Span) -> dict[str, Any]:
         """The part that belongs to ``span``, in memory of its own."""
         begin = self.place + span.begin * (2 if span.holder.is_complex() else 1)
-        parts = {key: _C.view_of(flat, span.holder, begin).clone() for key, flat in self.elements.items()}
+        parts = {key: _C.view_of(flat, span.like, begin).clone() for key, flat in self.elements.items()}
         return {**parts, **{key: _moved(value, span.holder) for key, value in self.values.items()}}
 
 
@@ -73,10 +73,10 @@ def gathered(shards: Shards, of_span: Callable[[Span], State], group: dist.Proce
 
 def _described(span: Span, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of what has a value for each element the dtype; everything else as it is."""
-    dtypes = {key: value.real.dtype for key, value in state.items() if is_of_elements(value, span.holder)}
+    dtypes = {key: value.real.dtype for key, value in state.items() if is_of_elements(value, span.like)}
     return dtypes, {key: value for key, value in state.items() if key not in dtypes}
 
 
-def is_of_elements(value: object, holder: Tensor) -> bool:
-    """Whether ``value`` has a value for each element of ``holder``. One number says nothing about that."""
-    return isinstance(value, Tensor) and value.shape == holder.shape and holder.numel() > 1
+def is_of_elements(value: object, like: Tensor) -> bool:
+    """Whether ``value`` has a value for each element of a span. One number says nothing about that."""
+    return isinstance(value, Tensor) and value.shape == like.shape and like.numel() > 1
