@@ -164,6 +164,15 @@ class Additions(TorchSurface):
         self.reducer.discard_step(only_if=found)
         return found
 
+    def parameters_ready(self) -> None:
+        """Wait until the parameters of the last optimizer step are here. On a device only the current stream waits.
+
+        Only a ``ShardedOptimizer`` with ``gather="forward"`` lets parameters arrive later. Who reads them through their
+        modules, as forward and :meth:`state_dict` do, need not call this.
+        """
+        if self.engine.sharded is not None:
+            self.engine.sharded.parameters_ready()
+
     def discard_step(self) -> None:
         """Say that no optimizer will step with the present gradients, for example because they are too large.
 

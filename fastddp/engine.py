@@ -81,6 +81,9 @@ class Recipe:
 class Sharded(Protocol):
     """A sharded optimizer."""
 
+    def parameters_ready(self) -> None:
+        """Wait until all parameters are here."""
+
     def lay_out(self) -> _C.Sharding:
         """Put parameters into flat memory for the buckets in force, with what was there, and say who has what."""
 
@@ -210,6 +213,8 @@ class Engine:
     def _use(self, schedule: Schedule) -> None:
         for exchange in getattr(schedule, "may_use", ()):  # in this window or a later one
             check_exchange(self.recipe.gradient_average, exchange)
+            if self.sharded is not None:
+                check_shardable(exchange, self.now.setting)
         self._install(schedule(self.reducer.windows()))
         self.schedule = schedule
 
@@ -294,7 +299,8 @@ class Engine:
             ValueError: gradients travel in a way that cannot be sharded. Nothing has been changed.
         """
         now = self.now
-        check_shardable(now.exchange, now.setting)
+        for exchange in (now.exchange, *getattr(self.schedule, "may_use", ())):
+            check_shardable(exchange, now.setting)
         now.setting = dataclasses.replace(now.setting, sharding=sharded.lay_out())
         self.sharded = sharded
         self._install(now.exchange)
@@ -346,6 +352,8 @@ class Engine:
         if exchange != now.exchange:
             self._install(exchange)
         if self.audit is not None:
+            if self.sharded is not None:
+                self.sharded.parameters_ready()
             self.audit.begin_window(self.reducer, now.exchange, now.setting, counts)
         if self.slow_ranks is not None:
             self.slow_ranks.begin_window(self.reducer)

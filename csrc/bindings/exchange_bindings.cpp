@@ -177,12 +177,13 @@ void bind_exchanges(py::module_& m) {
       .def_static(
           "two_levels",
           [](const std::shared_ptr<Pipeline>& outer, const std::shared_ptr<Sharding>& shards,
-             c10::intrusive_ptr<c10d::ProcessGroup> all, c10::intrusive_ptr<c10d::ProcessGroup> node, bool remembers) {
+             c10::intrusive_ptr<c10d::ProcessGroup> all, c10::intrusive_ptr<c10d::ProcessGroup> node, bool remembers,
+             bool spreads) {
             return destroyed_without_gil(
-                Pipeline::two_levels(*outer, shards, {std::move(all), std::move(node)}, remembers));
+                Pipeline::two_levels(*outer, shards, {std::move(all), std::move(node)}, remembers, spreads));
           },
           py::arg("outer"), py::arg("shards"), py::kw_only(), py::arg("all"), py::arg("node"), py::arg("remembers"),
-          no_gil)
+          py::arg("spreads"), no_gil)
       .def_static(
           "sharded",
           [](const std::shared_ptr<Pipeline>& whole, const std::shared_ptr<Sharding>& sharding) {

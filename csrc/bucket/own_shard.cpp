@@ -73,6 +73,12 @@ void OwnShard::finish(size_t member, at::Tensor& gradient) {
   }
 }
 
+void OwnShard::finish(Bucket& bucket) {
+  for (size_t member = 0; member < bucket.size(); ++member) {
+    if (!bucket.window[member].has_placeholder()) finish(member, bucket.held(member));
+  }
+}
+
 void OwnShard::restore(size_t member, at::Tensor& gradient) {
   spans.note_rewritten();
   if (!taken_back_[member]) return;

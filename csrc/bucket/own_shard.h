@@ -40,6 +40,8 @@ class OwnShard {
   void take(Bucket& bucket);
   // The span's gradient is this window's. Leaves the notice in `gradient`.
   void finish(size_t member, at::Tensor& gradient);
+  // The same for all members without a placeholder.
+  void finish(Bucket& bucket);
   // The window has brought nothing for the member, on any rank.
   void restore(size_t member, at::Tensor& gradient);
   // Adds this rank's part of `whole`, which has all numbers of the bucket's member.

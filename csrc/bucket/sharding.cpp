@@ -137,8 +137,11 @@ std::vector<Span> Sharding::spans() const {
 Bucket Sharding::make_bucket(size_t index, std::vector<at::Tensor> holders) const {
   auto members = members_[index];
   for (size_t i = 0; i < members.size(); ++i) {
-    if (i == holders.size()) holders.push_back(at::empty({0}));
-    if (for_optimizer_) members[i].like = holders[i];
+    if (i == holders.size()) {
+      holders.push_back(at::empty({0}));
+    } else {
+      members[i].like = holders[i];
+    }
   }
   return {Layout(index, plan_.size(), std::move(members), {}), std::move(holders)};
 }

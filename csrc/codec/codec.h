@@ -97,9 +97,10 @@ class Codec {
   virtual void undo(const at::Tensor& only_if) {}
 };
 
-// For two levels; node_codec.cpp. `outer` encodes what goes between nodes. `remembers`: it depends on earlier windows.
-std::unique_ptr<Codec> make_node_codec(std::shared_ptr<Codec> outer, std::shared_ptr<Sharding> shards,
-                                       bool remembers);
+// For two levels; node_codec.cpp. `outer` encodes what goes between nodes. `remembers`: it depends on earlier windows. `spreads`:
+// the ranks of a node get each other's results; false: gradients are sharded.
+std::unique_ptr<Codec> make_node_codec(std::shared_ptr<Codec> outer, std::shared_ptr<Sharding> shards, bool remembers,
+                                       bool spreads = true);
 
 // For sharded gradients; shard_codec.cpp. `whole` encodes them.
 std::unique_ptr<Codec> make_shard_codec(std::shared_ptr<Codec> whole, std::shared_ptr<Sharding> sharding);

@@ -1,5 +1,6 @@
 #include <utility>
 
+#include "bucket/own_shard.h"
 #include "codec/codec.h"
 
 namespace fastddp {
@@ -10,7 +11,8 @@ namespace {
 // add up its runs (note [Inside a node], transport/transport.h). The next legs are those of the *outer* codec, over the ranks in
 // the same place of other nodes. To it, this rank's run is a bucket, the shard, whose gradients are parts of the run (note [Shards
 // of a node], bucket/sharding.h). In the last leg its result goes back to the ranks of the node. If the outer codec sends the
-// shard's own wire as it is, that wire is a part of the bucket's, and nothing is copied.
+// shard's own wire as it is, that wire is a part of the bucket's, and nothing is copied. With a sharded optimizer the last leg is
+// left out: the result is for this rank's spans alone (note [Sharded gradients], bucket/own_shard.h).
 //
 // The averaging factor is applied once, at pack, and the outer legs add up. An outer codec with error feedback needs averages over
 // nodes, so pack multiplies by the number of nodes as well.
@@ -31,8 +33,8 @@ struct Shard {
 
 class NodeCodec : public Codec {
  public:
-  NodeCodec(std::shared_ptr<Codec> outer, std::shared_ptr<Sharding> spans, bool remembers)
-      : outer_(std::move(outer)), spans_of_node_(std::move(spans)), remembers_(remembers) {}
+  NodeCodec(std::shared_ptr<Codec> outer, std::shared_ptr<Sharding> spans, bool remembers, bool spreads)
+      : outer_(std::move(outer)), spans_of_node_(std::move(spans)), remembers_(remembers), spreads_(spreads) {}
 
   bool fits(const std::vector<Bucket>& buckets) const override { return spans_of_node_->fit(buckets); }
 
@@ -45,10 +47,10 @@ class NodeCodec : public Codec {
       auto& shard = shards_.back() = std::make_unique<Shard>(spans_of_node_->make_bucket(bucket->index()));
       of_outer.push_back(&shard->bucket);
     }
-    outer_->prepare(of_outer, {units.begin() + 1, units.end() - 1});
+    outer_->prepare(of_outer, {units.begin() + 1, spreads_ ? units.end() - 1 : units.end()});
   }
 
-  size_t legs() const override { return outer_->legs() + 2; }
+  size_t legs() const override { return outer_->legs() + (spreads_ ? 2 : 1); }
 
   std::optional<Format> format(size_t leg, const Bucket& bucket) const override {
     return is_outer(leg) ? outer_->format(leg - 1, of(bucket).bucket) : std::nullopt;
@@ -84,16 +86,22 @@ class NodeCodec : public Codec {
     auto& shard = of(bucket);
     if (leg == 1) begin(bucket, shard);
     if (is_outer(leg)) return outer_->encode(leg - 1, shard.bucket, scale);
-    outer_->decode(shard.bucket);
-    shard.is_decoded = true;
-    // The memory belongs to the bucket's wire, which stays alive without this.
-    // Orders no gradients.
-    shard.bucket.window.kept.let_go();
+    decode_run(shard);
   }
 
   void decode(Bucket& bucket) override {
-    of(bucket).is_decoded = false;
-    bucket.unpack(bucket.wire.tensor());
+    auto& shard = of(bucket);
+    if (!spreads_) {
+      decode_run(shard);
+      bucket.shard->take(bucket);
+      bucket.shard->finish(bucket);
+    }
+    shard.is_decoded = false;
+    if (spreads_) bucket.unpack(bucket.wire.tensor());
+  }
+
+  const std::vector<at::Tensor>& measure(Bucket& bucket) override {
+    return spreads_ ? bucket.measure() : bucket.shard->measure(bucket);
   }
 
   // The outer codec may remember what it sent, so it has to know about each span of the parameter.
@@ -122,6 +130,14 @@ class NodeCodec : public Codec {
   bool is_outer(size_t leg) const { return leg > 0 && leg <= outer_->legs(); }
 
   Shard& of(const Bucket& bucket) const { return *shards_[bucket.index()]; }
+
+  void decode_run(Shard& shard) {
+    outer_->decode(shard.bucket);
+    shard.is_decoded = true;
+    // The memory belongs to the bucket's wire, which stays alive without this.
+    // Orders no gradients.
+    shard.bucket.window.kept.let_go();
+  }
 
   // With the sums of the node in its wire. All ranks of the node drop the same placeholders.
   void begin(const Bucket& bucket, Shard& shard) {
@@ -178,14 +194,15 @@ class NodeCodec : public Codec {
   const std::shared_ptr<Codec> outer_;
   const std::shared_ptr<Sharding> spans_of_node_;
   const bool remembers_;
+  const bool spreads_;  // all ranks of the node get the result, not only this rank's sharded optimizer
   std::vector<std::unique_ptr<Shard>> shards_;  // by bucket; null for another codec's
 };
 
 }  // namespace
 
 std::unique_ptr<Codec> make_node_codec(std::shared_ptr<Codec> outer, std::shared_ptr<Sharding> shards,
-                                       bool remembers) {
-  return std::make_unique<NodeCodec>(std::move(outer), std::move(shards), remembers);
+                                       bool remembers, bool spreads) {
+  return std::make_unique<NodeCodec>(std::move(outer), std::move(shards), remembers, spreads);
 }
 
 }  // namespace fastddp

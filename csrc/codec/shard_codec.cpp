@@ -36,9 +36,7 @@ class ShardCodec : public Codec {
 
   void decode(Bucket& bucket) override {
     whole_->decode_shard(bucket);
-    for (size_t member = 0; member < bucket.size(); ++member) {
-      if (!bucket.window[member].has_placeholder()) bucket.shard->finish(member, bucket.held(member));
-    }
+    bucket.shard->finish(bucket);
   }
 
   const std::vector<at::Tensor>& measure(Bucket& bucket) override { return bucket.shard->measure(bucket); }

@@ -35,7 +35,7 @@ std::unique_ptr<Pipeline> Pipeline::per_bucket(const std::vector<std::shared_ptr
 }
 
 std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std::shared_ptr<Sharding>& shards,
-                                               const TwoLevelGroups& groups, bool remembers) {
+                                               const TwoLevelGroups& groups, bool remembers, bool spreads) {
   const auto ranks = groups.all->getSize(), ranks_of_node = groups.node->getSize();
   TORCH_CHECK_VALUE(static_cast<size_t>(ranks_of_node) == shards->ranks(), "fastddp: shards for ", shards->ranks(),
                     " ranks of a node of ", ranks_of_node);
@@ -47,9 +47,9 @@ std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std:
     route->set_weighting({remembers ? Weighting::Kind::mean : Weighting::Kind::sum});
     std::vector<std::shared_ptr<Transport>> transports{make_shard_sum(node, shards->device(), cut, /*own_sums=*/false, ranks, times)};
     std::ranges::copy(route->transports(), std::back_inserter(transports));
-    transports.push_back(make_shard_spread(node, shards->device(), cut));
-    routes.push_back(
-        std::make_shared<Route>(make_node_codec(route->codec(), shards, remembers), std::move(transports)));
+    if (spreads) transports.push_back(make_shard_spread(node, shards->device(), cut));
+    auto codec = make_node_codec(route->codec(), shards, remembers, spreads);
+    routes.push_back(std::make_shared<Route>(std::move(codec), std::move(transports)));
   }
   return std::unique_ptr<Pipeline>(new Pipeline(std::move(routes), outer.of_buckets_, groups.all));
 }

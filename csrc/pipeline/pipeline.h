@@ -29,9 +29,9 @@ class Pipeline : public Exchange {
                                               std::vector<size_t> of_buckets);
   // The ranks of a node add up their gradients. `outer` sends the sums to the ranks in the same place of other nodes. The result
   // goes to all ranks of the node: note [Two levels of a bucket], codec/node_codec.cpp. `remembers`: `outer` depends on earlier
-  // windows, and needs an average over nodes, not a sum.
+  // windows, and needs an average over nodes, not a sum. `spreads`: false where gradients are sharded over the node.
   static std::unique_ptr<Pipeline> two_levels(const Pipeline& outer, const std::shared_ptr<Sharding>& shards,
-                                              const TwoLevelGroups& groups, bool remembers);
+                                              const TwoLevelGroups& groups, bool remembers, bool spreads);
 
   // Gradients travel as `whole` would send them, but each rank gets its own run alone: note [Sharded gradients],
   // bucket/own_shard.h. ValueError: it sends several legs, or by a transport that has no half.

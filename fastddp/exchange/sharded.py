@@ -54,7 +54,7 @@ def check_shardable(exchange: Exchange, setting: Setting) -> None:
 
 
 def in_shards(exchange: Exchange, setting: Setting) -> Exchange:
-    """``exchange`` as a sharded optimizer takes it; without one it is returned as it is.
+    """``exchange`` as a sharded optimizer takes it. Without one it is returned as it is; in two levels, too.
 
     Raises:
         ValueError: as :func:`check_shardable`.
@@ -63,7 +63,7 @@ def in_shards(exchange: Exchange, setting: Setting) -> Exchange:
         return exchange
     check_shardable(exchange, setting)
     assert is_pipelined(exchange)
-    return Sharded(exchange)
+    return Sharded(exchange) if setting.hierarchy is None else exchange
 
 
 def _kind(exchange: Exchange) -> str:

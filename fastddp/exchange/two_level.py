@@ -47,6 +47,7 @@ def _with_shards(setting: Setting, hierarchy: Hierarchy, shards: _C.Sharding) ->
         sum_audit=None,
         measures_gradients=False,
         hierarchy=None,
+        sharding=None,
         between_nodes=hierarchy.between,
         spans={parameter: (begin, end) for parameter, begin, end in shards.spans if begin < end},
         place=f" of rank {hierarchy.node.rank()} of a node",
@@ -82,10 +83,15 @@ class TwoLevel:
         """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
         group = self.group(setting)
         setting.load_kernels()
-        shards = _shards(setting, self.hierarchy, self.exchange.takes_whole_parameters)
+        shards = setting.sharding or _shards(setting, self.hierarchy, self.exchange.takes_whole_parameters)
         outer = self.exchange.make(_with_shards(setting, self.hierarchy, shards))
         return _C.Pipeline.two_levels(
-            outer, shards, all=group, node=self.hierarchy.node, remembers=self.exchange.remembers
+            outer,
+            shards,
+            all=group,
+            node=self.hierarchy.node,
+            remembers=self.exchange.remembers,
+            spreads=setting.sharding is None,
         )
 
 

@@ -34,7 +34,9 @@ class ShardedOptimizer(Optimizer):
         shard: "elements": every rank has the same number of elements of each bucket, for optimizers that treat each
             element by itself (SGD, Adam, AdamW, Adagrad, RMSprop, ...). "parameters": whole parameters, for all others
             (Muon, Adafactor, ...).
-        gather: "step": when :meth:`step` returns, the current stream sees the new parameters.
+        gather: "step": when :meth:`step` returns, the current stream sees the new parameters. "forward": it returns at
+            once. Who reads a parameter through its module waits for its bucket, so the next forward hides the gather.
+            Before parameters are read in another way, call ``model.parameters_ready()``.
         parameter_wire: fp32 parameters travel in this dtype. Ranks then compute with rounded parameters; the optimizer
             keeps fp32 copies of its part. None: as they are.
         **settings: of ``optimizer_class``, as ``lr``.
@@ -53,7 +55,7 @@ class ShardedOptimizer(Optimizer):
         params: Iterable[Any] | None = None,
         *,
         shard: Literal["elements", "parameters"] = "elements",
-        gather: Literal["step"] = "step",
+        gather: Literal["step", "forward"] = "step",
         parameter_wire: torch.dtype | None = None,
         **settings: Any,
     ) -> None:
@@ -62,6 +64,7 @@ class ShardedOptimizer(Optimizer):
         self._class, self._settings = optimizer_class, settings
         self._whole = shard == "parameters"
         self._wire = parameter_wire
+        self._waits_in_step = gather == "step"
         given = list(model.parameters() if params is None else params)
         if given and isinstance(given[0], Tensor):
             given = [parameter for parameter in given if parameter.requires_grad]
@@ -117,7 +120,7 @@ class ShardedOptimizer(Optimizer):
             return {**state, **{key: value for key, value in beside.items() if value is not None}}
 
         own = {span.parameter: span for span in self.shards.spans()}
-        for index, whole in gathered(before, of_span, now.process_group):
+        for index, whole in gathered(before, of_span):
             if index in own:
                 self._take(own[index], whole.of_span(own[index]))
         for index in notices:
@@ -162,8 +165,15 @@ class ShardedOptimizer(Optimizer):
             for number in reversed(range(len(shards.buckets))):  # in forward's order
                 self._step_bucket(shards, number)
                 shards.start_gather(number)
+        if self._waits_in_step:
             shards.wait()
+        else:
+            shards.wait_where_read(self._model.module)
         return loss
+
+    def parameters_ready(self) -> None:
+        """Wait until all parameters of the last :meth:`step` are here. On a device only the current stream waits."""
+        self.shards.wait()
 
     def _step_bucket(self, shards: Shards, number: int) -> None:
         inner = self._inner[number]
@@ -194,16 +204,28 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
+def _check_model(model: DistributedDataParallel) -> None:
+    config = model.engine.recipe.config
+    refused = {
+        'main_grads="main_grad"': (config.main_grads == "main_grad", 'use main_grads="grad"'),
+        'wire_memory="symmetric"': (config.wire_memory == "symmetric", 'use wire_memory="registered" or None'),
+    }
+    for option, (is_given, remedy) in refused.items():
+        if is_given:
+            raise ValueError(f"ShardedOptimizer does not go with {option}: {remedy}." + see("FD042"))
+
+
 def _check(model: object, optimizer_class: Any, shard: str, gather: str) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"ShardedOptimizer takes a fastddp.DistributedDataParallel, got {type(model).__name__}. Wrap the module first."
             + see("FD024")
         )
+    _check_model(model)
     if shard not in ("elements", "parameters"):
         raise ValueError(f'shard must be "elements" or "parameters", got {shard!r}.' + see("FD024"))
-    if gather not in ("step",):
-        raise ValueError(f'gather must be "step", got {gather!r}.' + see("FD024"))
+    if gather not in ("step", "forward"):
+        raise ValueError(f'gather must be "step" or "forward", got {gather!r}.' + see("FD024"))
     name = getattr(optimizer_class, "__name__", "")
     is_of_torch = getattr(optimizer_class, "__module__", "").startswith("torch.optim")
     if is_of_torch and shard == "elements" and name in _NOT_ELEMENTWISE:

@@ -13,6 +13,7 @@ from fastddp import _C
 from fastddp.bucket_plan import Buckets
 from fastddp.in_force import InForce
 from fastddp.module.main_gradients import without_memory
+from fastddp.sharding.arriving import ModulesWithArriving
 from fastddp.sharding.notice import ShardedGradient, zeroing
 
 _16_BITS = (torch.float16, torch.bfloat16)
@@ -63,7 +64,10 @@ class Shards:
     """
 
     def __init__(self, now: InForce, *, whole: bool, wire: torch.dtype | None) -> None:
-        setting, group = now.setting, now.process_group
+        setting = now.setting
+        self.group = now.process_group if setting.hierarchy is None else setting.hierarchy.node
+        """The ranks that have a part each."""
+        group = self.group
         self.plan: Buckets = setting.plan
         self.sharding = _C.Sharding(
             setting.parameters,
@@ -82,6 +86,8 @@ class Shards:
         self._gather = _C.Gather(
             setting.lanes_over(group), self.sharding, len(self.plan), now.reducer.interruption
         )
+        self._numbers = {id(self._parameters[index]): number for number, bucket in enumerate(self.plan) for index in bucket}
+        self._arriving: ModulesWithArriving | None = None
         self.versions = [parameter._version for parameter in self._parameters]
 
     def _lay_out(self, number: int, bucket: Sequence[int], wire: torch.dtype | None) -> OneBucket:
@@ -194,7 +200,24 @@ class Shards:
         for index, parameter in zip(self.plan[number], parameters, strict=True):
             self.versions[index] = parameter._version
 
+    @torch.no_grad()
     def wait(self) -> None:
         """Until all parameters are here."""
         for number in reversed(range(len(self.buckets))):
             self.wait_for(number)
+        if self._arriving is not None:
+            self._arriving.end()
+            self._arriving = None
+
+    def wait_where_read(self, module: nn.Module) -> None:
+        """Let parameters arrive. Who reads one through ``module`` or a module in it waits for its bucket."""
+        self._arriving = ModulesWithArriving(module, (self._parameters[index] for bucket in self.plan for index in bucket))
+        self._arriving.begin(self._wait_for_parameter)
+
+    @torch.no_grad()
+    def _wait_for_parameter(self, parameter: Tensor) -> None:
+        number = self._numbers.get(id(parameter))
+        if number is not None:
+            self.wait_for(number)
+            if not any(map(self._gather.is_on_its_way, range(len(self.buckets)))):
+                self.wait()

@@ -43,17 +43,16 @@ def _moved(value: Any, holder: Tensor) -> Any:
     return value.to(holder.device).clone() if value.is_cuda else value.clone()
 
 
-def gathered(shards: Shards, of_span: Callable[[Span], State], group: dist.ProcessGroup) -> Iterator[tuple[int, Whole]]:
+def gathered(shards: Shards, of_span: Callable[[Span], State]) -> Iterator[tuple[int, Whole]]:
     """The state of each parameter that has one, bucket by bucket. A collective.
 
     Args:
         shards: who has what.
         of_span: this rank's part, by name. A tensor of the holder's shape has a value for each element.
-        group: the ranks.
     """
     own = [{span.parameter: _described(span, of_span(span)) for span in bucket.spans} for bucket in shards.buckets]
-    of_ranks: list[Any] = [None] * group.size()
-    dist.all_gather_object(of_ranks, own, group=group)
+    of_ranks: list[Any] = [None] * shards.group.size()
+    dist.all_gather_object(of_ranks, own, group=shards.group)
     for number, bucket in enumerate(shards.plan):
         places = dict(zip(bucket, shards.sharding.places(number), strict=True))
         wholes = {index: Whole(places[index]) for index in bucket}

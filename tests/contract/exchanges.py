@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fake_cuda
@@ -60,7 +59,7 @@ CODECS = {
     "Python": Codec(1e-6, averages, between_nodes=False, sharded=False),
 }
 TRANSPORTS = {"gloo": "cpu", "streams": fake_cuda.DEVICE, "blocking": fake_cuda.DEVICE}
-LEVELS = ("one level", "two levels", "sharded", "sharded by parameters")
+LEVELS = ("one level", "two levels", "sharded", "sharded by parameters", "sharded over nodes")
 SHAPES = [(20, 12), (20,), (12, 20), (3, 4, 5), (20, 12), (7,)]  # backward reaches the last one first
 FAILING = 1
 
@@ -75,7 +74,7 @@ class Exchange:
 
     @property
     def ranks(self) -> int:
-        return 4 if self.levels == "two levels" else 2
+        return 4 if self.has_nodes else 2
 
     @property
     def device(self) -> str:
@@ -84,6 +83,11 @@ class Exchange:
     @property
     def rounding(self) -> float:
         return CODECS[self.codec].rounding
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether there are two levels: inside a node and between nodes."""
+        return self.levels in ("two levels", "sharded over nodes")
 
     @property
     def is_sharded(self) -> bool:
@@ -179,7 +183,7 @@ class Training:
             fake_cuda.schedule("lazy")
         self.rank, self.exchange = rank, exchange
         codec = CODECS[exchange.codec]
-        hierarchy = "node" if exchange.levels == "two levels" else None
+        hierarchy = "node" if exchange.has_nodes else None
         with nodes_of_two(rank):
             self.model = fastddp.DistributedDataParallel(
                 Waves().to(exchange.device, dtype),
@@ -209,7 +213,7 @@ class Training:
 
     def gradients(self) -> list[Tensor | None]:
         if self.optimizer is not None:
-            whole = dict(gathered(self.optimizer.shards, lambda span: {"": span.holder.grad}, dist.group.WORLD))
+            whole = dict(gathered(self.optimizer.shards, lambda span: {"": span.holder.grad}))
             own = [*self.model.module.own]
             return [
                 None if parameter.grad is None else whole[number].of_parameter(parameter)[""].cpu().clone()
