@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from fastddp import _C
 from fastddp.ddp import DistributedDataParallel
 from fastddp.errors import see
+from fastddp.in_force import InForce
+from fastddp.sharding.scaler import OfParts, let_scalers_unscale_parts
 from fastddp.sharding.shards import OneBucket, Shards, Span
 from fastddp.sharding.state import gathered
 
@@ -19,7 +21,7 @@ _GRADIENT, _MAIN = "fastddp.gradient", "fastddp.main"  # beside the names of an 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(Optimizer, OfParts):
     """An optimizer of which each rank has a part: its state takes 1/ranks of the memory.
 
     Gradients of ``model`` are added up where their part of the optimizer is, bucket by bucket during backward.
@@ -71,6 +73,7 @@ class ShardedOptimizer(Optimizer):
         self._shards: Shards | None = None
         self._inner: list[Optimizer] = []
         model.engine.shard(self)
+        let_scalers_unscale_parts()
 
     def _check_parameters(self) -> None:
         now = self._model.engine.now
@@ -139,6 +142,21 @@ class ShardedOptimizer(Optimizer):
             groups.append({**_settings_of(group), "params": found})
         return self._class(groups, **self._settings)
 
+    def in_force(self) -> InForce:
+        """Of the model."""
+        return self._model.engine.now
+
+    def holders_with_gradients(self) -> list[Tensor]:
+        """What this rank steps, where a backward has averaged gradients that nobody has removed since."""
+        assert self._shards is not None
+        parameters, notices = self._model.engine.now.parameters.tensors, self._shards.notices
+        own = [span for span in self._shards.spans() if span.holder.grad is not None]
+        return [span.holder for span in own if parameters[span.parameter].grad is notices[span.parameter]]
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of them."""
+        return [holder.grad for holder in self.holders_with_gradients() if holder.grad is not None]
+
     # ------------------------------------------------------------------------------------------------------- a step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -204,6 +222,11 @@ def _check(model: object, optimizer_class: Any, shard: str, gather: str) -> None
         raise ValueError(f'shard must be "elements" or "parameters", got {shard!r}.' + see("FD024"))
     if gather not in ("step",):
         raise ValueError(f'gather must be "step", got {gather!r}.' + see("FD024"))
+    if model.engine.now.main_gradients.are_apart:
+        raise ValueError(
+            'With main_grads="main_grad" gradients are whole, in memory of their own, and ShardedOptimizer leaves no whole '
+            'gradients. Wrap the module with main_grads="grad", or without.' + see("FD042")
+        )
     name = getattr(optimizer_class, "__name__", "")
     is_of_torch = getattr(optimizer_class, "__module__", "").startswith("torch.optim")
     if is_of_torch and shard == "elements" and name in _NOT_ELEMENTWISE:
