@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -84,7 +84,7 @@ class Sharded(Protocol):
     def lay_out(self) -> _C.Sharding:
         """Put parameters into flat memory for the buckets in force, with what was there, and say who has what."""
 
-    def gradients(self) -> Iterable[torch.Tensor]:
+    def gradients(self) -> Sequence[torch.Tensor]:
         """This rank's part of the gradients."""
 
 

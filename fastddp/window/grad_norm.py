@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,10 +12,13 @@ from fastddp.errors import see
 from fastddp.in_force import InForce
 
 
-def measured(now: InForce) -> Tensor:
-    """The sum of squares of the synchronised gradients, and how many elements are not finite.
+def measured(now: InForce, own: Sequence[Tensor] | None) -> Tensor:
+    """The sum of squares of the synchronised gradients, and how many elements are not finite; in fp64.
 
-    With sharded gradients each rank has measured its part, so this is a collective of the model's ranks.
+    Args:
+        now: what is in force.
+        own: this rank's part of the gradients, where they are sharded. They are measured as they are now, and the parts
+            are added up, in a collective of the model's ranks. What is not finite then counts once a tensor.
 
     Raises:
         RuntimeError: no synchronisation has ended since the last forward.
@@ -26,24 +29,23 @@ def measured(now: InForce) -> Tensor:
             "and the next forward. Ask for it after backward() and before the model is called again; a backward whose "
             "forward ran under no_sync() synchronises nothing." + see("FD014")
         )
-    if now.setting.sharding is None:
+    if own is None:
         return now.reducer.measure()
-    with _sparse_gradients_on_one_rank(now):
-        parts = now.reducer.measure()
+    # All ranks have whole sparse gradients, which count once.
+    parts = _of([*own, *(_sparse(now) if now.process_group.rank() == 0 else ())], now.device)
     dist.all_reduce(parts, group=now.process_group)
     return parts
 
 
-@contextmanager
-def _sparse_gradients_on_one_rank(now: InForce) -> Iterator[None]:
-    """Each rank has all of them, and they count once."""
-    counts = now.process_group.rank() == 0
-    parameters = [] if counts else [now.parameters.tensors[index] for index in now.parameters.sparse]
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+def _sparse(now: InForce) -> list[Tensor]:
+    gradients = [now.parameters.tensors[index].grad for index in now.parameters.sparse]
+    return [gradient.coalesce().values() for gradient in gradients if gradient is not None]
+
+
+def _of(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Squares of numbers in fp32 cannot overflow in fp64, so a norm is finite if all elements are."""
+    numbers = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
+    norms = torch._foreach_norm(numbers, dtype=torch.float64) if numbers else []
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    all_norms = torch.stack([none, *(norm.to(device, non_blocking=True) for norm in norms)])
+    return torch.stack([all_norms.square().sum(), all_norms.isfinite().logical_not().sum().double()])
