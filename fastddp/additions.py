@@ -138,8 +138,8 @@ class Additions(TorchSurface):
         Where unpack wrote the gradients, it has computed the norm on the way. Otherwise one pass over the buckets
         computes it now, so call this before the gradients are changed.
 
-        With a :class:`fastddp.ShardedOptimizer` each rank measures its part, as it is now, and all ranks have to call this:
-        they add 16 bytes up.
+        With a :class:`fastddp.ShardedOptimizer` each rank measures its part, as it is now. Then all ranks have to call
+        this: they add 16 bytes up.
 
         Returns:
             A 0-dimensional tensor on the device of the first bucket, fp32 (fp64 if a parameter is);
@@ -155,8 +155,8 @@ class Additions(TorchSurface):
     def found_inf(self) -> Tensor:
         """Whether a synchronised gradient holds an infinity or NaN: 1.0 or 0.0, like ``GradScaler``'s tensor.
 
-        The caller is expected to skip the step if it is 1.0, so this then also does what :meth:`discard_step` does. With a
-        :class:`fastddp.ShardedOptimizer` all ranks have to call this, as :meth:`last_grad_norm`.
+        The caller is expected to skip the step if it is 1.0, so this then also does what :meth:`discard_step` does.
+        With a :class:`fastddp.ShardedOptimizer` all ranks have to call this, as :meth:`last_grad_norm`.
 
         Returns:
             A 0-dimensional tensor on the device of the first bucket, fp32.

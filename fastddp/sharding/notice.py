@@ -30,8 +30,8 @@ _HARMLESS = {
 class ShardedGradient(Tensor):
     """Says that the gradient is sharded. It has the gradient's shape, dtype and device, and no memory.
 
-    ``zero_grad`` works on it. Any use of values raises RuntimeError, because no rank has the whole gradient: most of all
-    :func:`torch.nn.utils.clip_grad_norm_`, which would clip nothing.
+    ``zero_grad`` works on it. Any use of values raises RuntimeError, because no rank has the whole gradient: most of
+    all :func:`torch.nn.utils.clip_grad_norm_`, which would clip nothing.
     """
 
     _name: str

@@ -85,6 +85,11 @@ class ShardedOptimizer(Optimizer, OfParts):
                 "wrapped module that require gradients." + see("FD042")
             )
         sparse = {id(now.parameters.tensors[index]) for index in now.parameters.sparse}
+        if given & sparse:
+            raise ValueError(
+                f"The gradient of parameter {names[(given & sparse).pop()]} is sparse, and ShardedOptimizer steps with "
+                "dense ones. Pass params= without it, and give it to an optimizer that is not sharded." + see("FD042")
+            )
         missing = [name for number, name in names.items() if number not in given and number not in sparse]
         if missing:
             raise ValueError(
@@ -224,8 +229,8 @@ def _check(model: object, optimizer_class: Any, shard: str, gather: str) -> None
         raise ValueError(f'gather must be "step", got {gather!r}.' + see("FD024"))
     if model.engine.now.main_gradients.are_apart:
         raise ValueError(
-            'With main_grads="main_grad" gradients are whole, in memory of their own, and ShardedOptimizer leaves no whole '
-            'gradients. Wrap the module with main_grads="grad", or without.' + see("FD042")
+            'With main_grads="main_grad" gradients are whole, in memory of their own, and ShardedOptimizer leaves no '
+            'whole ones. Wrap the module with main_grads="grad", or without.' + see("FD042")
         )
     name = getattr(optimizer_class, "__name__", "")
     is_of_torch = getattr(optimizer_class, "__module__", "").startswith("torch.optim")

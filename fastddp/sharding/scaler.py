@@ -46,7 +46,7 @@ def let_scalers_unscale_parts() -> None:
         found = unscale(scaler, part, inv_scale, found_inf, allow_fp16)
         return _on_any_rank(found, optimizer.in_force())
 
-    GradScaler._unscale_grads_ = unscale_part  # type: ignore[method-assign]
+    GradScaler._unscale_grads_ = unscale_part  # type: ignore[assignment, method-assign]
 
 
 def _check_none_in_fp16(optimizer: OfParts) -> None:

@@ -18,11 +18,10 @@ from on_ranks import of_ranks, on_ranks
 from parts import Parts
 
 SIZES = (3000, 7, 2500)
-SHARDED = pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 
 
 class Training:
-    """Parameters whose gradients are chosen; in buckets whose runs cut them, with a replicated optimizer or a sharded one.
+    """Parameters whose gradients are chosen, in buckets whose runs cut them; with a replicated optimizer or a sharded.
 
     Gradients are small integers times ``scale``, so their sums over ranks, and sums of squares, are exact in any order.
     """
@@ -42,7 +41,9 @@ class Training:
             self.model.register_comm_hook(None, hook)
         settings = {"lr": 0.5, **settings}
         self.optimizer: torch.optim.Optimizer = (
-            fastddp.ShardedOptimizer(self.model, kind, **settings) if sharded else kind(self.model.parameters(), **settings)
+            fastddp.ShardedOptimizer(self.model, kind, **settings)
+            if sharded
+            else kind(self.model.parameters(), **settings)
         )
 
     def backward(self, scale: float | Tensor = 1.0, spoilt: float | None = None) -> None:
@@ -122,7 +123,9 @@ def test_a_use_of_values_raises_with_the_remedy_and_changes_nothing(rank: int, u
     training.backward()
     before = training.parameters()
     parameters = [*training.model.parameters()]
-    with pytest.raises(RuntimeError, match=r"of parameter all\.[02] is sharded(.|\n)*Use fastddp\.clip_grad_norm_\(model"):
+    with pytest.raises(
+        RuntimeError, match=r"of parameter all\.[02] is sharded(.|\n)*Use fastddp\.clip_grad_norm_\(model"
+    ):
         USES[use](parameters[0], parameters)
     assert_same(training.parameters(), before)
     assert fastddp.clip_grad_norm_(training.model, 1e9) == fastddp.clip_grad_norm_(training.model, 1e9)
@@ -257,14 +260,16 @@ class Words(nn.Module):
 
 @on_ranks(2)
 def test_sparse_gradients_which_all_ranks_have_whole_count_once(rank: int) -> None:
-    """The optimizer of their tables is not sharded."""
+    """The optimizer of their tables cannot be sharded."""
     found = []
     for sharded in (False, True):
         model = fastddp.DistributedDataParallel(Words())
         tables = torch.optim.SGD([model.module.words.weight], lr=0.1)
         dense = [*model.module.head.parameters()]
         rest: Any = (
-            fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1) if sharded else torch.optim.SGD(dense, lr=0.1)
+            fastddp.ShardedOptimizer(model, torch.optim.SGD, dense, lr=0.1)
+            if sharded
+            else torch.optim.SGD(dense, lr=0.1)
         )
         for step in range(3):
             model.zero_grad()
@@ -273,6 +278,8 @@ def test_sparse_gradients_which_all_ranks_have_whole_count_once(rank: int) -> No
             rest.step()
             tables.step()
         assert model.module.words.weight.grad.is_sparse
+        with pytest.raises(ValueError, match=r"parameter words\.weight is sparse(.|\n)*FD042"):
+            fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
         found += [parameter.detach().clone() for parameter in model.parameters()]
     half = len(found) // 2
     torch.testing.assert_close(found[half:], found[:half], rtol=1e-5, atol=1e-6)
