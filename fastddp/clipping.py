@@ -21,8 +21,8 @@ def clip_grad_norm_(
     ``model.last_grad_norm()``. Gradients are always multiplied, by 1 where nothing is clipped, because the host would
     have to wait for the device to know.
 
-    With a :class:`fastddp.ShardedOptimizer` each rank measures and scales its part of the gradients. Then all ranks have
-    to call this, since they add 16 bytes up, and may also call it after ``GradScaler.unscale_``.
+    With a :class:`fastddp.ShardedOptimizer` each rank measures and scales its part of the gradients. Then all ranks
+    have to call this, since they add 16 bytes up, and may also call it after ``GradScaler.unscale_``.
 
     Args:
         model: after the backward that synchronised its gradients, before they are changed.
