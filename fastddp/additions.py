@@ -138,6 +138,9 @@ class Additions(TorchSurface):
         Where unpack wrote the gradients, it has computed the norm on the way. Otherwise one pass over the buckets
         computes it now, so call this before the gradients are changed.
 
+        With a :class:`fastddp.ShardedOptimizer` each rank measures its part, as it is now. Then all ranks have to call
+        this: they add 16 bytes up.
+
         Returns:
             A 0-dimensional tensor on the device of the first bucket, fp32 (fp64 if a parameter is);
             :func:`torch.nn.utils.get_total_norm` of the gradients, to rounding.
@@ -147,12 +150,13 @@ class Additions(TorchSurface):
         """
         parameters = self._recipe.parameters.tensors
         is_double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
-        return measured(self.reducer)[0].sqrt().to(torch.float64 if is_double else torch.float32)
+        return self._measured()[0].sqrt().to(torch.float64 if is_double else torch.float32)
 
     def found_inf(self) -> Tensor:
         """Whether a synchronised gradient holds an infinity or NaN: 1.0 or 0.0, like ``GradScaler``'s tensor.
 
         The caller is expected to skip the step if it is 1.0, so this then also does what :meth:`discard_step` does.
+        With a :class:`fastddp.ShardedOptimizer` all ranks have to call this, as :meth:`last_grad_norm`.
 
         Returns:
             A 0-dimensional tensor on the device of the first bucket, fp32.
@@ -160,7 +164,7 @@ class Additions(TorchSurface):
         Raises:
             RuntimeError: no synchronisation has ended since the last forward; call it before the next one.
         """
-        found = (measured(self.reducer)[1] > 0).to(torch.float32)
+        found = (self._measured()[1] > 0).to(torch.float32)
         self.reducer.discard_step(only_if=found)
         return found
 
@@ -172,6 +176,10 @@ class Additions(TorchSurface):
         """
         if self.engine.sharded is not None:
             self.engine.sharded.parameters_ready()
+
+    def _measured(self) -> Tensor:
+        sharded = self.engine.sharded
+        return measured(self.engine.now, None if sharded is None else sharded.gradients())
 
     def discard_step(self) -> None:
         """Say that no optimizer will step with the present gradients, for example because they are too large.

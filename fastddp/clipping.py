@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from fastddp.ddp import DistributedDataParallel
+from fastddp.engine import Engine
 from fastddp.errors import see
 
 
@@ -17,6 +20,9 @@ def clip_grad_norm_(
     This is :func:`torch.nn.utils.clip_grad_norm_` over the parameters that the model synchronises, with the norm of
     ``model.last_grad_norm()``. Gradients are always multiplied, by 1 where nothing is clipped, because the host would
     have to wait for the device to know.
+
+    With a :class:`fastddp.ShardedOptimizer` each rank measures and scales its part of the gradients. Then all ranks
+    have to call this, since they add 16 bytes up, and may also call it after ``GradScaler.unscale_``.
 
     Args:
         model: after the backward that synchronised its gradients, before they are changed.
@@ -46,11 +52,20 @@ def clip_grad_norm_(
         )
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients: dict[torch.device, list[Tensor]] = {}
-    now = model.engine.now
-    for parameter in now.parameters.tensors:
-        gradient = now.main_gradients.gradient_of(parameter)
-        if gradient is not None:
-            gradients.setdefault(parameter.device, []).append(gradient)
+    for gradient in _gradients(model.engine):
+        gradients.setdefault(gradient.device, []).append(gradient)
     for device, tensors in gradients.items():
         torch._foreach_mul_(tensors, coefficient.to(device))
     return norm
+
+
+def _gradients(engine: Engine) -> Iterator[Tensor]:
+    """What this rank has: all gradients, or its part of the dense ones."""
+    now, sharded = engine.now, engine.sharded
+    whole = range(len(now.parameters.tensors)) if sharded is None else now.parameters.sparse
+    for index in whole:
+        gradient = now.main_gradients.gradient_of(now.parameters.tensors[index])
+        if gradient is not None:
+            yield gradient
+    if sharded is not None:
+        yield from sharded.gradients()

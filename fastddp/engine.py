@@ -87,6 +87,9 @@ class Sharded(Protocol):
     def lay_out(self) -> _C.Sharding:
         """Put parameters into flat memory for the buckets in force, with what was there, and say who has what."""
 
+    def gradients(self) -> Sequence[torch.Tensor]:
+        """This rank's part of the gradients."""
+
 
 class Engine:
     """Reducer, setting, schedule, exchange and watchers of one model.

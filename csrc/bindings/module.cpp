@@ -182,6 +182,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("windows"), py::arg("first") = 0, no_gil)
       .def(
           "sampled", [](Reducer& reducer) { return reducer.observer()->sampler().last(); }, no_gil)
+      .def(
+          "own_gradients",
+          [](Reducer& reducer) {
+            std::vector<std::optional<at::Tensor>> gradients;
+            const auto buckets = reducer.buckets();
+            for (size_t parameter = 0; parameter < buckets->parameters().size(); ++parameter) {
+              const auto& gradient = buckets->own_gradient(parameter);
+              gradients.push_back(gradient.defined() ? std::optional(gradient) : std::nullopt);
+            }
+            return gradients;
+          },
+          no_gil)
       .def("become_sharded", &Reducer::become_sharded, py::arg("sharding"), py::arg("holders"), py::arg("notices"), no_gil)
       .def("set_exchange", &Reducer::set_exchange, py::arg("exchange"), no_gil)
       .def("use_memory", &Reducer::use_memory, py::arg("memory"), no_gil)

@@ -31,6 +31,10 @@ const at::Tensor& Bucket::gradient(size_t member) const {
   return state.has_placeholder() ? state.placeholder->gradient : held(member);
 }
 
+const at::Tensor& Bucket::own_gradient(size_t member) const {
+  return shard == nullptr ? held(member) : shard->own_gradient(member, held(member));
+}
+
 at::Tensor& Bucket::gradient_to_write(size_t member) {
   auto& gradient = this->gradient(member);
   if (!gradient.defined()) gradient = layout.empty_gradient(member);

@@ -105,16 +105,10 @@ void OwnShard::zero() {
   }
 }
 
-const std::vector<at::Tensor>& OwnShard::measure(const Bucket& bucket) {
-  auto& measured = spans.window.measured;
-  if (!measured.empty()) return measured;
-  for (size_t member = 0; member < bucket.size(); ++member) {
-    const auto span = span_of_[member];
-    const auto& gradient = bucket.held(member);
-    if (!span || !gradient.defined() || !is_notice(member, gradient)) continue;
-    measured.push_back(measure_with_operators(spans.held(*span)));
-  }
-  return measured;
+const at::Tensor& OwnShard::own_gradient(size_t member, const at::Tensor& gradient) const {
+  static const at::Tensor none;
+  if (!gradient.defined() || !is_notice(member, gradient)) return gradient;
+  return span_of_[member] ? spans.held(*span_of_[member]) : none;
 }
 
 }  // namespace fastddp

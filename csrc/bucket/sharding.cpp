@@ -143,7 +143,9 @@ Bucket Sharding::make_bucket(size_t index, std::vector<at::Tensor> holders) cons
       members[i].like = holders[i];
     }
   }
-  return {Layout(index, plan_.size(), std::move(members), {}), std::move(holders)};
+  Layout layout(index, plan_.size(), std::move(members), {});
+  layout.set_grid({grid().member});  // members are as far apart as in the bucket's wire
+  return {std::move(layout), std::move(holders)};
 }
 
 void Sharding::add_spans(const Layout& layout) {

@@ -100,10 +100,6 @@ class NodeCodec : public Codec {
     if (spreads_) bucket.unpack(bucket.wire.tensor());
   }
 
-  const std::vector<at::Tensor>& measure(Bucket& bucket) override {
-    return spreads_ ? bucket.measure() : bucket.shard->measure(bucket);
-  }
-
   // The outer codec may remember what it sent, so it has to know about each span of the parameter.
   void discard(Bucket& bucket, size_t member) override {
     for_spans(bucket, member, [&](auto& shard, size_t span) { outer_->discard(shard, span); });

@@ -39,8 +39,6 @@ class ShardCodec : public Codec {
     bucket.shard->finish(bucket);
   }
 
-  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return bucket.shard->measure(bucket); }
-
   void discard(Bucket& bucket, size_t member) override { whole_->discard(bucket, member); }
 
   void fill_void(size_t leg, const Bucket& bucket, const at::Tensor& place, double value) const override {

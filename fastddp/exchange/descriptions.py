@@ -61,6 +61,11 @@ class Setting:
     """Added to the name of a bucket's memory, where ranks of a node have different shards of the bucket."""
 
     @property
+    def sharding_group(self) -> dist.ProcessGroup:
+        """The ranks that have a part each, if gradients are sharded."""
+        return self.process_group if self.hierarchy is None else self.hierarchy.node
+
+    @property
     def device(self) -> torch.device:
         """Of the first parameter; all are on devices of one type."""
         return self.parameters[0].device

@@ -13,17 +13,16 @@ from fastddp.errors import see
 
 _ZEROING = (Tensor.zero_, torch._foreach_zero_)
 _HARMLESS = {
-    Tensor.detach_,
     Tensor.dim,
     Tensor.element_size,
+    Tensor.is_complex,
+    Tensor.is_floating_point,
     Tensor.numel,
     Tensor.requires_grad_,
     Tensor.size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
     *(
         getattr(Tensor, name).__get__
-        for name in ("device", "dtype", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
+        for name in ("device", "dtype", "grad_fn", "is_cuda", "is_sparse", "layout", "ndim", "requires_grad", "shape")
     ),
 }
 
@@ -31,8 +30,8 @@ _HARMLESS = {
 class ShardedGradient(Tensor):
     """Says that the gradient is sharded. It has the gradient's shape, dtype and device, and no memory.
 
-    ``zero_grad`` works on it. Any other use raises, because no rank has the whole gradient: most of all
-    :func:`torch.nn.utils.clip_grad_norm_`, which would clip nothing.
+    ``zero_grad`` works on it. Any use of values raises RuntimeError, because no rank has the whole gradient: most of
+    all :func:`torch.nn.utils.clip_grad_norm_`, which would clip nothing.
     """
 
     _name: str
@@ -46,6 +45,14 @@ class ShardedGradient(Tensor):
         notice._name, notice._zero = name, zero
         return notice
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        """What it is."""
+        return f"ShardedGradient of {self._name}"
+
+    def __format__(self, spec: str) -> str:
+        """What it is."""
+        return repr(self)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -56,11 +63,11 @@ class ShardedGradient(Tensor):
                 return func(*args, **(kwargs or {}))
         if func in _ZEROING:
             return _zero(args[0])
-        if func is Tensor.__repr__:
-            return f"ShardedGradient of {args[0]._name}"
+        first = _first((*args, *(kwargs or {}).values()))
+        assert first is not None
         raise RuntimeError(
-            f"The gradient of parameter {_first(args)._name} is sharded: each rank has a part of it, in the optimizer, and "
-            f"parameter.grad has no values for {getattr(func, '__name__', func)}. Use fastddp.clip_grad_norm_(model, ...), "
+            f"The gradient of parameter {first._name} is sharded: each rank has a part of it, in the optimizer, and "
+            f"parameter.grad has no values for {_named(func)}. Use fastddp.clip_grad_norm_(model, ...), "
             "model.last_grad_norm() or model.found_inf(), or change gradients before backward averages them, by "
             "parameter.register_hook." + see("FD041")
         )
@@ -75,14 +82,19 @@ def _zero(gradients: Any) -> Any:
     return gradients
 
 
-def _first(args: Any) -> ShardedGradient:
+def _first(args: Iterable[Any]) -> ShardedGradient | None:
     """The first notice among arguments, which may be lists."""
     for arg in args:
-        if isinstance(arg, ShardedGradient):
-            return arg
-        if isinstance(arg, (list, tuple)) and (found := _first(arg)) is not None:
+        found = _first(arg) if isinstance(arg, (list, tuple)) else arg
+        if isinstance(found, ShardedGradient):
             return found
-    return None  # type: ignore[return-value]
+    return None
+
+
+def _named(func: Any) -> str:
+    """Of a function of torch's, or of the attribute whose getter it is."""
+    name: str = func.__name__
+    return _named(func.__self__) if name == "__get__" else name
 
 
 def zeroing(holder: Tensor | None) -> Callable[[], None]:

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from fastddp import _C
 from fastddp.ddp import DistributedDataParallel
 from fastddp.errors import see
+from fastddp.in_force import InForce
+from fastddp.sharding.scaler import OfParts, let_scalers_unscale_parts
 from fastddp.sharding.shards import OneBucket, Shards, Span
 from fastddp.sharding.state import gathered
 
@@ -19,7 +21,7 @@ _GRADIENT, _MAIN = "fastddp.gradient", "fastddp.main"  # beside the names of an 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(Optimizer, OfParts):
     """An optimizer of which each rank has a part: its state takes 1/ranks of the memory.
 
     Gradients of ``model`` are added up where their part of the optimizer is, bucket by bucket during backward.
@@ -75,6 +77,7 @@ class ShardedOptimizer(Optimizer):
         """Where parameters and this rank's part are."""
         self._inner: list[Optimizer] = []
         model.engine.shard(self)
+        let_scalers_unscale_parts()
 
     def _check_parameters(self) -> None:
         now = self._model.engine.now
@@ -86,6 +89,11 @@ class ShardedOptimizer(Optimizer):
                 "wrapped module that require gradients." + see("FD042")
             )
         sparse = {id(now.parameters.tensors[index]) for index in now.parameters.sparse}
+        if given & sparse:
+            raise ValueError(
+                f"The gradient of parameter {names[(given & sparse).pop()]} is sparse, and ShardedOptimizer steps with "
+                "dense ones. Pass params= without it, and give it to an optimizer that is not sharded." + see("FD042")
+            )
         missing = [name for number, name in names.items() if number not in given and number not in sparse]
         if missing:
             raise ValueError(
@@ -142,6 +150,20 @@ class ShardedOptimizer(Optimizer):
             found = [holders[id(parameter)] for parameter in group["params"] if id(parameter) in holders]
             groups.append({**_settings_of(group), "params": found})
         return self._class(groups, **self._settings)
+
+    def in_force(self) -> InForce:
+        """Of the model."""
+        return self._model.engine.now
+
+    def holders_with_gradients(self) -> list[Tensor]:
+        """What this rank steps, where a backward has averaged gradients that nobody has removed since."""
+        parameters, notices = self._model.engine.now.parameters.tensors, self.shards.notices
+        own = [span for span in self.shards.spans() if span.holder.grad is not None]
+        return [span.holder for span in own if parameters[span.parameter].grad is notices[span.parameter]]
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of them."""
+        return [holder.grad for holder in self.holders_with_gradients() if holder.grad is not None]
 
     # ------------------------------------------------------------------------------------------------------- a step
 

@@ -65,9 +65,7 @@ class Shards:
 
     def __init__(self, now: InForce, *, whole: bool, wire: torch.dtype | None) -> None:
         setting = now.setting
-        self.group = now.process_group if setting.hierarchy is None else setting.hierarchy.node
-        """The ranks that have a part each."""
-        group = self.group
+        self.group = group = setting.sharding_group
         self.plan: Buckets = setting.plan
         self.sharding = _C.Sharding(
             setting.parameters,

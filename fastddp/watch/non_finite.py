@@ -279,7 +279,7 @@ def _judged(now: InForce, said: list[list[float]]) -> NonFinite | None:
             losses=tuple(losses),
             of_a_loss=max(losses.values(), default=0),
         )
-    synchronised = _synchronised(now)
+    synchronised = _synchronised(now, together=len(said) == now.process_group.size())
     if not synchronised:
         return None
     _, index, count = synchronised[0]
@@ -292,12 +292,18 @@ def _largest(now: InForce, said: list[list[float]]) -> tuple[int, str, float]:
     return int(rank), now.setting.names[int(index)], norm
 
 
-def _synchronised(now: InForce) -> list[tuple[int, int, int]]:
-    """Place, parameter and count of each synchronised gradient that is not finite."""
+def _synchronised(now: InForce, together: bool) -> list[tuple[int, int, int]]:
+    """Place, parameter and count of each synchronised gradient that is not finite.
+
+    Where gradients are sharded, ranks add up what their parts have, if all of them are here ``together``.
+    """
     places = _places(now)
     counts = now.reducer.synchronised_not_finite()
     if counts is None:
-        counts = torch.tensor([_not_finite(now.main_gradients.gradient_of(p)) for p in now.parameters.tensors])
+        counts = torch.tensor([_not_finite(gradient) for gradient in now.reducer.own_gradients()])
+    if now.setting.sharding is not None and together:
+        counts = counts.to(now.device)
+        dist.all_reduce(counts, group=now.setting.sharding_group)
     return sorted((places[index], index, int(counts[index])) for index in counts.nonzero().flatten().tolist())
 
 

@@ -39,7 +39,9 @@ class Training:
         if "power" in hook:
             self.state = PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
         self.model.register_comm_hook(self.state, getattr(comm_hooks, hook.split(",")[0]))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        if "sharded" in hook:
+            self.optimizer = fastddp.ShardedOptimizer(self.model, torch.optim.SGD, lr=0.1)
         self._generator = torch.Generator().manual_seed(rank)
         for _ in range(4):
             self.backward(torch.randn(12, 9, generator=self._generator))
@@ -51,6 +53,8 @@ class Training:
 
     def next_gradients(self) -> list[Any]:
         self.backward(torch.randn(12, 9, generator=self._generator))
+        if isinstance(self.optimizer, fastddp.ShardedOptimizer):
+            return self.optimizer.gradients()
         return [parameter.grad for parameter in self.model.parameters()]
 
     def remembered(self) -> list[Tensor]:
@@ -119,7 +123,8 @@ def is_skipped_by_a_scaler(training: Training, fused: bool = False) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     parameters = [parameter.clone() for parameter in training.model.parameters()]
     training.backward(with_an_infinity(), scale=scaler.scale(torch.ones(())).item())
-    scaler.step(torch.optim.SGD(training.model.parameters(), lr=0.1, fused=fused))
+    fuses = torch.optim.SGD(training.model.parameters(), lr=0.1, fused=True)
+    scaler.step(fuses if fused else training.optimizer)
     scaler.update()
     assert all(map(torch.equal, training.model.parameters(), parameters))
 
@@ -156,6 +161,7 @@ def traces(rank: int, hook: str, void: Callable[[Training], None]) -> None:
     [
         *((hook, void) for void in VOID for hook in HOOKS),
         ("int8_compress_hook", is_skipped_by_the_optimizer_itself),
+        *(("int8_compress_hook, sharded", void) for void in VOID),
         *((f"{HOOKS[number]}, two levels", void) for number in (0, 2) for void in (VOID[0], is_discarded)),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
