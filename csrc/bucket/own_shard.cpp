@@ -29,7 +29,9 @@ void OwnShard::take_back(size_t member, at::Tensor& gradient) {
   gradient.reset();
   taken_back_[member] = true;
   const auto span = span_of_[member];
-  if (span && spans.held(*span).defined()) kept_[*span] = spans.held(*span).clone();
+  if (!span || !spans.held(*span).defined()) return;
+  keep_for_current_stream(spans.held(*span));
+  kept_[*span] = spans.held(*span).clone();
 }
 
 void OwnShard::take(Bucket& bucket) {
@@ -69,6 +71,7 @@ void OwnShard::finish(size_t member, at::Tensor& gradient) {
   bump_version(spans.held(*span));
   if (const auto kept = std::exchange(kept_[*span], {}); kept.defined()) {
     spans.note_rewritten();
+    keep_for_current_stream(kept);
     spans.held(*span).add_(kept);
   }
 }
@@ -86,7 +89,10 @@ void OwnShard::restore(size_t member, at::Tensor& gradient) {
   taken_back_[member] = false;
   const auto span = span_of_[member];
   if (!span) return;
-  if (const auto kept = std::exchange(kept_[*span], {}); kept.defined()) about_to_write(spans.held(*span)).copy_(kept);
+  const auto kept = std::exchange(kept_[*span], {});
+  if (!kept.defined()) return;
+  keep_for_current_stream(kept);
+  about_to_write(spans.held(*span)).copy_(kept);
 }
 
 void OwnShard::add(const Bucket& bucket, size_t member, const at::Tensor& whole) {

@@ -240,8 +240,8 @@ def _check_model(model: DistributedDataParallel) -> None:
 def _check(model: object, optimizer_class: Any, shard: str, gather: str) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
-            f"ShardedOptimizer takes a fastddp.DistributedDataParallel, got {type(model).__name__}. Wrap the module first."
-            + see("FD024")
+            f"ShardedOptimizer takes a fastddp.DistributedDataParallel, got {type(model).__name__}. Wrap the module "
+            "first." + see("FD024")
         )
     _check_model(model)
     if shard not in ("elements", "parameters"):
