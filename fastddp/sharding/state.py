@@ -78,5 +78,5 @@ def _described(span: Span, state: State) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def is_of_elements(value: object, holder: Tensor) -> bool:
-    """Whether ``value`` has a value for each element of ``holder``. One number says nothing about that."""
-    return isinstance(value, Tensor) and value.shape == holder.shape and holder.numel() > 1
+    """Whether ``value`` has a value for each element of ``holder``. A scalar says nothing about that."""
+    return isinstance(value, Tensor) and value.shape == holder.shape and holder.dim() > 0
