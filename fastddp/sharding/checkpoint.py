@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -47,9 +48,7 @@ class Held:
         return {**state, MAIN: main} if takes_main and main is not None else state
 
     def part(self) -> dict[Tensor, dict[str, Any]]:
-        """This rank's, by parameter: {} where other ranks have all of it; empty before the first step."""
-        if not self.has_stepped and not any(inner.state for inner in self.inner):
-            return {}
+        """This rank's, by parameter: {} where other ranks have all of it. Empty if there is none, as before the first step."""
         own = {}
         for number, span in self.shards.numbered_spans():
             place = self.parameters[span.parameter], span.begin, span.end
@@ -57,6 +56,8 @@ class Held:
                 key: ShardedState.of(value, *place) if is_of_elements(value, span.holder) else value
                 for key, value in self.of_span(number, span).items()
             }
+        if own and not any(own.values()):
+            return {}
         trained = (parameter for group in self.groups for parameter in group["params"])
         return {parameter: own.get(parameter, {}) for parameter in trained if own.get(parameter) != {}}
 
@@ -82,13 +83,16 @@ class Held:
 
 
 def wants_whole() -> bool:
-    """Whether ``full_state_dict`` of torch's ``StateDictOptions`` is set where ``state_dict()`` was called.
+    """Whether ``state_dict()`` is called for torch's ``StateDictOptions(full_state_dict=True)``, to be saved or loaded.
 
-    torch gathers DTensors afterwards, and lets no other tensor know. Without this it would save one rank's part as all.
+    torch says so to DTensors alone. It would save one rank's part as if it were all.
     """
     caller = sys._getframe(2)
-    of_torch = caller.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-    return of_torch and bool(getattr(caller.f_locals.get("info"), "full_state_dict", False))
+    if caller.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        return False
+    callers = [frame.f_code.co_name for frame, _ in islice(traceback.walk_stack(caller), 4)]
+    is_saved_whole = getattr(caller.f_locals.get("info"), "full_state_dict", False)
+    return is_saved_whole or "_load_optim_state_dict" in callers  # which asks only to load a whole state
 
 
 class Saved:

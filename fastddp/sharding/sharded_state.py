@@ -112,8 +112,10 @@ class ShardedState(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         this = args[0] if args else None
-        if func in _OF_PART and isinstance(this, ShardedState):
-            part = func(this.part, *args[1:], **(kwargs or {}))
+        if func is Tensor.data_ptr:
+            return 0  # async_save copies attributes of what has no memory, to a new_empty
+        if isinstance(this, ShardedState) and (func in _OF_PART or func is Tensor.new_empty):
+            part = func(this.part, *args[1:], **(kwargs or {})) if func in _OF_PART else this.part
             return sharded_state(part, tuple(this.shape), this.order, this.begin, this.end)
         raise RuntimeError(
             f"This state of a ShardedOptimizer is one rank's part, and {getattr(func, '__name__', func)} needs all of it. "
