@@ -48,7 +48,7 @@ class Held:
         return {**state, MAIN: main} if takes_main and main is not None else state
 
     def part(self) -> dict[Tensor, dict[str, Any]]:
-        """This rank's, by parameter: {} where other ranks have all of it. Empty if there is none, as before the first step."""
+        """This rank's, by parameter: {} where other ranks have all of it. It is empty before the first step."""
         own = {}
         for number, span in self.shards.numbered_spans():
             place = self.parameters[span.parameter], span.begin, span.end
@@ -116,8 +116,8 @@ class Saved:
         theirs, ours = ([len(group["params"]) for group in some] for some in (self.groups, groups))
         if theirs != ours:
             raise ValueError(
-                f"The saved state has parameter groups of {theirs} parameters, and the optimizer has {ours}. Nothing has "
-                "been loaded. Load the state of an optimizer with the same groups." + see("FD043")
+                f"The saved state has parameter groups of {theirs} parameters, and the optimizer has {ours}. Nothing "
+                "has been loaded. Load the state of an optimizer with the same groups." + see("FD043")
             )
         keys, trained = (chain.from_iterable(group["params"] for group in some) for some in (self.groups, groups))
         number_of = {id(parameter): number for number, parameter in enumerate(parameters.tensors)}
@@ -130,6 +130,20 @@ class Saved:
         for index, state in self.of_parameter.items():
             for key, value in state.items():
                 self._check_shape(index, key, value, any_shape=any_shape)
+        if not any_shape:
+            for group in groups:
+                self._check_keys([number_of[id(parameter)] for parameter in group["params"]])
+
+    def _check_keys(self, group: Sequence[int]) -> None:
+        states = {index: self.of_parameter[index].keys() - {MAIN} for index in group if self.of_parameter.get(index)}
+        keys = set().union(*states.values())
+        for index, has in states.items():
+            if has != keys:
+                raise ValueError(
+                    f"The saved state of parameter {self._parameters.names[index]} has no {', '.join(keys - has)}, "
+                    "which other parameters of its group have. Nothing has been loaded. Load a complete state."
+                    + see("FD043")
+                )
 
     def _check_shape(self, index: int, key: str, value: object, *, any_shape: bool) -> None:
         shape = self._parameters.tensors[index].shape
@@ -158,9 +172,9 @@ class Saved:
             if not state or not all(part.has(parameter, span.begin, span.end) for part in parts):
                 raise ValueError(
                     f"The saved state lacks elements {span.begin} to {span.end} of parameter "
-                    f"{self._parameters.names[span.parameter]}, which this rank trains. It is the part of another rank, or "
-                    "of another number of ranks. Nothing has been loaded. Load full_state_dict(), or save and load by "
-                    "torch.distributed.checkpoint, which gives each rank its part." + see("FD043")
+                    f"{self._parameters.names[span.parameter]}, which this rank trains. It is the part of another "
+                    "rank, or of another number of ranks. Nothing has been loaded. Load full_state_dict(), or save and "
+                    "load by torch.distributed.checkpoint, which gives each rank its part." + see("FD043")
                 )
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -221,13 +222,13 @@ class ShardedOptimizer(Optimizer):
     # -------------------------------------------------------------------------------------------------- checkpoints
 
     @property
-    def state(self) -> dict[Tensor, dict[str, Any]]:  # type: ignore[override]
-        """This rank's part of the state, by parameter; empty before the first step.
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """This rank's part of the state, by parameter: a copy of the dictionaries. It is empty before the first step.
 
         What has a number for each element is a :class:`fastddp.sharding.sharded_state.ShardedState`. {}: other ranks
         have all of it.
         """
-        return {} if self._shards is None else self._held().part()
+        return defaultdict(dict, {} if self._shards is None else self._held().part())
 
     @state.setter
     def state(self, state: object) -> None:
@@ -241,8 +242,8 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's part of the state, in torch's form. Each rank loads what it has saved, under as many ranks.
 
-        ``torch.distributed.checkpoint`` with its ``get_state_dict`` and ``set_state_dict`` gives the parts of any number
-        of ranks. ``torch.load`` needs fastddp to be imported, and then takes a part with ``weights_only=True``. Copies in
+        ``torch.distributed.checkpoint`` with its ``get_state_dict`` and ``set_state_dict`` gives the parts of any
+        number of ranks. ``torch.load`` takes a part with ``weights_only=True``, once fastddp is imported. Copies in
         fp32 of parameters of 16 bits are "fastddp.main". As in torch, tensors are the optimizer's own.
         """
         assert self._shards is not None
@@ -267,7 +268,7 @@ class ShardedOptimizer(Optimizer):
         state = self._held().whole(group, keep=keep)
         return {"state": state, "param_groups": super().state_dict()["param_groups"]} if keep else {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Load what :meth:`state_dict` or :meth:`full_state_dict` has given, or an optimizer that is not sharded.
 
         All ranks call it. The dictionaries in ``param_groups`` stay the same ones. The next step takes parameters for
@@ -276,8 +277,8 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ValueError: it is the state of another model, or another rank's. Nothing has been loaded.
         """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         engine = self._model.engine
         saved = checkpoint.Saved(state_dict, self.param_groups, engine.now.parameters, any_shape=self._whole)
         assert self._shards is not None
@@ -289,11 +290,11 @@ class ShardedOptimizer(Optimizer):
         for group, of_saved in zip(self.param_groups, saved.groups, strict=True):
             group.update(copy.deepcopy(_settings_of(of_saved)))
         self._has_stepped = bool(saved.of_parameter)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
 
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 

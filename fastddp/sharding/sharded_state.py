@@ -54,7 +54,8 @@ class ShardedState(Tensor):
 
     def has(self, parameter: Tensor, begin: int, end: int) -> bool:
         """Whether these elements of ``parameter`` are in the part."""
-        return self.order == memory_order(parameter) and self.begin <= begin and end <= self.end
+        same_order = self.order == memory_order(parameter)
+        return self.part.shape == self.shape or (same_order and self.begin <= begin and end <= self.end)
 
     def boxes(self) -> Iterator[Box]:
         """The part as rectangles."""
@@ -68,7 +69,7 @@ class ShardedState(Tensor):
             yield Box(torch.Size(offsets[at] for at in back), values.shape, values)
             first += values.numel()
 
-    # --------------------------------------------------------------- for torch.distributed.checkpoint (_checkpointable.py)
+    # ------------------------------------------------------------- what torch/distributed/_checkpointable.py asks for
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """What this rank saves."""
@@ -118,8 +119,8 @@ class ShardedState(Tensor):
             part = func(this.part, *args[1:], **(kwargs or {})) if func in _OF_PART else this.part
             return sharded_state(part, tuple(this.shape), this.order, this.begin, this.end)
         raise RuntimeError(
-            f"This state of a ShardedOptimizer is one rank's part, and {getattr(func, '__name__', func)} needs all of it. "
-            "Take the whole state from full_state_dict(), which all ranks call." + see("FD043")
+            f"This state of a ShardedOptimizer is one rank's part, and {getattr(func, '__name__', func)} needs all of "
+            "it. Take the whole state from full_state_dict(), which all ranks call." + see("FD043")
         )
 
 

@@ -5,6 +5,7 @@ All ranks have the same inputs, and there are 1, 2 or 4 of them: averages of equ
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
 def made(
     seed: int,
     *,
-    kind: type[Optimizer] = AdamW,
+    kind: Callable[..., Optimizer] = AdamW,
     dtype: torch.dtype = torch.float32,
     net: Callable[[], nn.Module] = Net,
     plain: bool = False,
@@ -225,6 +226,40 @@ def test_looking_at_a_new_optimizer_changes_no_parameter(rank: int) -> None:
     assert differences(before, values(of[0])) == []
 
 
+class Halves(Optimizer):
+    """Changes parameters whatever their gradients and ``lr``."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["seen"] = parameter.detach().clone()
+                parameter.data.mul_(0.5)
+
+
+@on_ranks(2)
+def test_state_to_load_into_is_made_without_a_step(rank: int) -> None:
+    of = made(0, kind=Halves)
+    before = values(of[0])
+    assert states(of)["optimizer"]["state"]["first.weight"].keys() <= {"seen"}
+    assert differences(before, values(of[0])) == []
+    assert all(parameter.grad is None for parameter in of[0].parameters())
+
+
+@on_ranks(2)
+def test_training_does_not_change_a_whole_state(rank: int) -> None:
+    of, other = made(0), made(1)
+    train(of, 0, 2)
+    whole = of[1].full_state_dict()
+    before = copy.deepcopy(whole)
+    other[1].load_state_dict(whole)
+    train(of, 2, 4)
+    train(other, 2, 4)
+    assert differences(before, whole) == []
+
+
 @on_ranks(2)
 def test_groups_stay_the_same_objects_and_take_saved_settings(rank: int) -> None:
     of, other = made(0), made(1)
@@ -249,6 +284,12 @@ def without_a_parameter(of: Made) -> dict[str, Any]:
     return cut
 
 
+def without_a_moment(of: Made) -> dict[str, Any]:
+    cut = of[1].full_state_dict()
+    del cut["state"][4]["exp_avg_sq"]
+    return cut
+
+
 def of_another_rank(of: Made) -> dict[str, Any]:
     parts: list[Any] = [None, None]
     dist.all_gather_object(parts, of[1].state_dict())
@@ -261,6 +302,7 @@ def of_another_rank(of: Made) -> dict[str, Any]:
     [
         (of_another_model, r"of parameter third.* has shape .*40.*41.*same model.*FD043"),
         (without_a_parameter, r"groups of \[3, 2\] parameters, and the optimizer has \[3, 3\].*FD043"),
+        (without_a_moment, r"of parameter second.weight has no exp_avg_sq.*FD043"),
         (of_another_rank, r"lacks elements \d+ to \d+ of parameter .*full_state_dict\(\).*FD043"),
     ],
 )
@@ -347,6 +389,15 @@ def test_copies_in_fp32_follow_parameters_that_were_loaded(rank: int, steps: int
 
 
 # ------------------------------------------------------------------------------------------------------- rectangles
+
+
+def test_a_part_has_its_elements_in_the_same_order_of_memory() -> None:
+    like = torch.empty(2, 3, 4, 5)
+    part = ShardedState.of(torch.empty(20), like, 30, 50)
+    assert part.has(like, 31, 50)
+    assert not part.has(like, 29, 50)
+    assert not part.has(like, 31, 51)
+    assert not part.has(like.to(memory_format=torch.channels_last), 31, 50)
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)], ids=str)
