@@ -254,6 +254,8 @@ def test_training_does_not_change_a_whole_state(rank: int) -> None:
     train(of, 0, 2)
     whole = of[1].full_state_dict()
     before = copy.deepcopy(whole)
+    of_state = [value for state in whole["state"].values() for value in state.values()]
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in of_state)  # no views of buckets
     other[1].load_state_dict(whole)
     train(of, 2, 4)
     train(other, 2, 4)
@@ -384,6 +386,8 @@ def test_copies_in_fp32_follow_parameters_that_were_loaded(rank: int, steps: int
     of[0](torch.ones(1, 3, 5, 5, dtype=torch.bfloat16))
     changed = [at for at, (a, b) in enumerate(zip(before, as_mains(of), strict=True)) if not a.equal(b)]
     assert len(changed) == 1
+    part = of[1].state_dict()["state"][changed[0]].get("fastddp.main")
+    assert part is None or part.part.equal(as_mains(of)[changed[0]][part.begin : part.end])
     assert mains(of)[changed[0]].equal(as_mains(of)[changed[0]])
     assert not any(main.equal(as_mains(of)[at]) for at, main in enumerate(mains(of)) if at != changed[0])
 
