@@ -184,10 +184,11 @@ class ShardedOptimizer(Optimizer):
 
     def _only_makes_state(self) -> bool:
         """Whether torch.distributed.checkpoint steps with assigned zeros, so that there is state to load into."""
-        gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
-        if isinstance(gradients[0], ShardedGradient) or self.state:
+        trained = (parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad)
+        gradients = [parameter.grad for parameter in trained]
+        if any(gradient is None or isinstance(gradient, ShardedGradient) for gradient in gradients) or self.state:
             return False
-        return not any(grad is None or isinstance(grad, ShardedGradient) or bool(grad.any()) for grad in gradients)
+        return not any(bool(gradient.any()) for gradient in gradients)
 
     def _make_state(self, shards: Shards) -> None:
         """Step with zeros, and leave parameters as they are."""

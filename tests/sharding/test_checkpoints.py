@@ -263,6 +263,17 @@ def test_training_does_not_change_a_whole_state(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_the_state_of_an_optimizer_that_is_not_sharded_can_be_loaded(rank: int) -> None:
+    plain, of = made(0, plain=True), made(1)
+    train(plain, 0, 3)
+    of[0].module.load_state_dict(plain[0].state_dict())  # type: ignore[union-attr, operator]
+    of[1].load_state_dict(copy.deepcopy(plain[1].state_dict()))
+    train(plain, 3, 5)
+    train(of, 3, 5)
+    assert differences(values(plain[0]), values(of[0])) == []
+
+
+@on_ranks(2)
 def test_groups_stay_the_same_objects_and_take_saved_settings(rank: int) -> None:
     of, other = made(0), made(1)
     train(of, 0, 1)
