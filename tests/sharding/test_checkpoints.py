@@ -158,6 +158,13 @@ WAYS = {"whole": load_whole, "part": load_part, "dcp": load_dcp}
             {"kind": torch.optim.SGD, "momentum": 0.9}, {"whole": (2,), "part": (4,), "dcp": (2,)}, True, marks=SLOW
         ),
         pytest.param({"kind": torch.optim.Adagrad}, {"whole": (2,), "part": (4,), "dcp": (2,)}, True, marks=SLOW),
+        pytest.param({"parameter_wire": torch.bfloat16}, {"whole": (2,), "part": (4,), "dcp": (2,)}, False, marks=SLOW),
+        pytest.param(
+            {"kind": torch.optim.Adafactor, "shard": "parameters"},
+            {"whole": (2,), "part": (4,), "dcp": (2,)},
+            False,
+            marks=SLOW,
+        ),
         pytest.param({"shard": "parameters"}, {"whole": (2, 1), "part": (4,), "dcp": (4, 2, 1)}, False, marks=SLOW),
     ],
 )
