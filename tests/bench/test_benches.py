@@ -32,6 +32,7 @@ from bench import (
     netns,
     pays,
     pays_report,
+    sharded,
     soak,
     step,
     tasks,
@@ -47,7 +48,7 @@ MIB = 1 << 20
 Rows = list[harness.Row]
 
 
-WITH_EXAMPLES = "cases contestants harness netns pack pays pays_report soak"
+WITH_EXAMPLES = "cases contestants harness netns pack pays pays_report sharded soak"
 
 
 @pytest.mark.parametrize("name", [*WITH_EXAMPLES.split(), "gpu.networks"])
@@ -101,9 +102,27 @@ def _about_step(rows: Rows) -> None:
     assert 0 < row["largest_difference"] < 0.1 < by_name["torch+powersgd1"]["largest_difference"]
 
 
+def _about_sharded(rows: Rows) -> None:
+    assert [row["contestant"] for row in rows] == "torch zero sharded fsdp2 sharded-int8 sharded-bf16".split()
+    assert all(row["result"] == "ranks agree" for row in rows)
+
+
+def _about_memory(rows: Rows) -> None:
+    """Tensors are what the formula says, up to what is padded; gloo's room is freed."""
+    assert {row["contestant"]: row["formula"] for row in rows} == {"torch": 20.0, "sharded-lazy": 12.0}
+    assert all(row["formula"] <= row["held"] < row["formula"] + 0.2 and row["held"] <= row["peak"] for row in rows)
+
+
+def _about_sharded_network(rows: Rows) -> None:
+    plain, eight_bits = rows
+    assert {row["rate"] for row in rows} == {"1gbit"}
+    assert plain["median_ms"] > 1e3 * 32 * plain["elements"] / 1.1e9  # the bits of one direction did travel
+
+
 def _about_training(rows: Rows) -> None:
-    plain, theirs, product = rows
+    plain, theirs, product, sharded, rounded = rows
     assert theirs["curve"] == plain["curve"] != product["curve"]  # bit by bit
+    assert sharded["curve"] == pytest.approx(plain["curve"], rel=1e-5) != rounded["curve"]
     assert all(len(row["curve"]) == 4 and row["ranks_agree"] for row in rows)
 
 
@@ -159,7 +178,25 @@ RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
         "--case 500x32sq --contestant alone torch fastddp --hook bf16 powersgd1 --rounds 2 --warmup 2 --backend gloo",
         _about_step,
     ),
-    ("training", "--task gpt --setting uncompressed torch powersgd2 --seeds 1 --steps 4", _about_training),
+    (
+        "sharded",
+        (
+            "--layers 1 --width 64 --rounds 2 --warmup 2 "
+            "--contestants torch zero sharded fsdp2 sharded-int8 sharded-bf16"
+        ),
+        _about_sharded,
+    ),
+    ("sharded", "--memory --layers 2 --width 128 --steps 3 --contestants torch sharded-lazy", _about_memory),
+    (
+        "sharded",
+        "--rate 1gbit --layers 1 --width 64 --rounds 2 --warmup 2 --contestants sharded sharded-int8",
+        _about_sharded_network,
+    ),
+    (
+        "training",
+        "--task gpt --setting uncompressed torch powersgd2 sharded sharded-int8-rounded --seeds 1 --steps 4",
+        _about_training,
+    ),
     ("watching", "--case 500x32sq --rounds 2 --seconds 0.1", _about_watching),
 ]
 
@@ -200,6 +237,7 @@ def test_a_small_run(
         ("step", "--rate fast", "'fast' is not a rate"),
         ("step", "--ranks-per-node 0", "needs at least 1"),
         ("step", "--warmup 1", "--warmup at least 2"),
+        ("sharded", "--rate 1gbit --ranks 4", "leave --ranks out"),
         ("pays", "--ranks 3", "--ranks must be even"),
         ("pays", "--resume", "--resume takes --json"),
         ("step", "--hook powersgd0", "there is no hook 'powersgd0'"),
@@ -217,7 +255,7 @@ def test_bad_arguments_are_named(
 
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(netns.os, "geteuid", lambda: 1000)
-    for name in ("step", "pays"):
+    for name in ("step", "pays", "sharded"):
         monkeypatch.setattr(sys, "argv", [f"bench.{name}", "--rate", "1gbit"])
         _bench(name).main()
         assert capsys.readouterr().out == f"bench.{name} was skipped: network namespaces take root.\n"
