@@ -6,9 +6,9 @@ slowest rank. Ratios are to the first contestant that is named. At the end all r
 the loss may differ from the first contestant's by as much as rounding explains: else a row says WRONG.
 
 `--memory` weighs instead, with processes for each contestant. `peak_mib` says how far their resident set grew from
-before the model was built, in several steps. `held` and `peak` are bytes a parameter in tensors, as torch's profiler
-counts what is allocated: after the last step, before `zero_grad`; and at most, with activations. `formula` is what
-`held` should be without the room in which gloo receives; with `lazy_bucket_allocation` there is none after a step.
+before the model was built, in several steps. `held` and the peaks are bytes a parameter in tensors, as torch's
+profiler counts what is allocated: after the last step, before `zero_grad`; and at most, with activations. `formula` is
+what `held` should be without the room in which gloo receives; with `lazy_bucket_allocation` there is none after a step.
 
 `--rate 1gbit` has a cable of that rate between two ranks (`bench.network`). `--bytes` measures nothing: it computes
 what a rank holds of so many parameters.
@@ -21,6 +21,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import fastddp
 from bench import harness, network
@@ -82,11 +83,13 @@ class OnCopies:
 
     def step(self) -> None:
         """With the gradients of the parameters, which are in fp32."""
-        for copy, parameter in zip(self.copies, self.parameters, strict=True):
+        pairs = [*zip(self.copies, self.parameters, strict=True)]
+        for copy, parameter in pairs:
             copy.grad = parameter.grad
         self.inner.step()
         with torch.no_grad():
-            torch._foreach_copy_(self.parameters, self.copies)
+            for copy, parameter in pairs:
+                parameter.copy_(copy)
 
     def zero_grad(self) -> None:
         """Drops them, here and there."""
@@ -116,10 +119,10 @@ def _int8(model: nn.Module) -> nn.Module:
     return ddp
 
 
-def _fsdp2(model: Any, **dtypes: torch.dtype) -> nn.Module:
+def _fsdp2(model: Any, **policy: Any) -> nn.Module:
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(**dtypes))
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(**policy))
     return model  # type: ignore[no-any-return]
 
 
@@ -224,29 +227,26 @@ def measure(names: list[str], options: argparse.Namespace) -> list[harness.Row]:
 
 
 def weigh(name: str, options: argparse.Namespace, *, counts: bool) -> list[harness.Row]:
-    """One contestant's memory, resident or counted in tensors; of the rank that has most."""
+    """One contestant's memory after several steps, resident or counted in tensors; of the rank that has most."""
     facts = _facts(options, name)
-    before = _resident("VmRSS")
-    if counts:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            training = _trained(name, options)
-        events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        now = [*itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]")]
-        row = {"held": now[-1] / facts["elements"], "peak": max(now) / facts["elements"]}
-    else:
-        training = _trained(name, options)
-        row = {"peak_mib": _resident("VmHWM") - before}
-    del training
+    before, last = _resident("VmRSS"), options.steps - 1
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if counts else nullcontext() as profiler:
+        training = Training.of(name, options)
+        for number in range(options.steps):
+            with record_function(f"step {number}"):
+                training.step(number, clears=number < last)  # with the last one's gradients
+    row = {"peak_mib": _resident("VmHWM") - before} if profiler is None else _counted(profiler, last, facts["elements"])
     largest = {key: max(other[key] for other in harness.of_all_ranks(row)) for key in row}
     return [facts | {"formula": bytes_a_parameter(name, dist.get_world_size())} | harness.rounded(largest, 3)]
 
 
-def _trained(name: str, options: argparse.Namespace) -> Training:
-    """After several steps, with the last one's gradients."""
-    training = Training.of(name, options)
-    for number in range(options.steps):
-        training.step(number, clears=number + 1 < options.steps)
-    return training
+def _counted(profiler: Any, last: int, elements: int) -> harness.Row:
+    """Bytes a parameter in tensors at the end, at most in the last step, and at most."""
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    begin = next(place for place, event in enumerate(events) if event.name() == f"step {last}")
+    sizes = (event.nbytes() if event.name() == "[memory]" else 0 for event in events)
+    held = [size / elements for size in itertools.accumulate(sizes)]
+    return {"held": held[-1], "peak_of_last_step": max(held[begin:]), "peak": max(held)}
 
 
 def _resident(what: str) -> float:
@@ -333,7 +333,8 @@ def step_table(rows: list[harness.Row]) -> Any:
 
 def memory_table(rows: list[harness.Row]) -> Any:
     """All contestants."""
-    columns = [("contestant", "{contestant}"), *((name, f"{{{name}:.2f}}") for name in ("formula", "held", "peak"))]
+    columns = [("contestant", "{contestant}"), ("formula", "{formula:.2f}"), ("held", "{held:.2f}")]
+    columns += [("peak of the last step", "{peak_of_last_step:.2f}"), ("peak", "{peak:.2f}")]
     title = f"{_title(rows)}; bytes a parameter"
     return harness.row_table(title, [*columns, ("peak, resident MiB", "{peak_mib:.0f}")], rows)
 
