@@ -39,10 +39,9 @@ at::Tensor OwnShard::take_kept(size_t span) {
   return kept;
 }
 
-void OwnShard::take(Bucket& bucket) {
+void OwnShard::take(Bucket& bucket, const at::Tensor& wire) {
   spans.window.reset();
-  const auto& wire = bucket.wire.tensor();
-  if (wire.scalar_type() == spans.layout.gradient_dtype()) return bind(bucket);
+  if (wire.scalar_type() == spans.layout.gradient_dtype()) return bind(bucket, wire);
   std::vector<Slot> slots;
   for (size_t span = 0; span < spans.size(); ++span) {
     const auto part = view_of(wire, spans.layout[span].like, static_cast<size_t>(place(span)));
@@ -54,8 +53,7 @@ void OwnShard::take(Bucket& bucket) {
 }
 
 // They are the same tensors in every window while the wire is the same.
-void OwnShard::bind(Bucket& bucket) {
-  const auto& wire = bucket.wire.tensor();
+void OwnShard::bind(Bucket& bucket, const at::Tensor& wire) {
   const bool is_bound = bound_.defined() && bound_.is_same(wire);
   for (size_t span = 0; span < spans.size(); ++span) {
     auto& gradient = spans.held(span);

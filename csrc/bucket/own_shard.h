@@ -36,8 +36,8 @@ class OwnShard {
   // Takes the notice out of `gradient`, if it is there.
   void take_back(size_t member, at::Tensor& gradient);
 
-  // The ranks' sums are in this rank's run of the bucket's wire. Makes them the spans' gradients.
-  void take(Bucket& bucket);
+  // The ranks' sums are in this rank's run of `wire`. Makes them the spans' gradients.
+  void take(Bucket& bucket, const at::Tensor& wire);
   // The span's gradient is this window's. Leaves the notice in `gradient`.
   void finish(size_t member, at::Tensor& gradient);
   // The same for all members without a placeholder.
@@ -52,7 +52,7 @@ class OwnShard {
   void zero();
 
  private:
-  void bind(Bucket& bucket);
+  void bind(Bucket& bucket, const at::Tensor& wire);
   at::Tensor take_kept(size_t span);
 
   const Sharding::Run run_;

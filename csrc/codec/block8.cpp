@@ -117,7 +117,7 @@ class Block8Codec : public Codec, private Adder {
     end_window(bucket, coded);
   }
 
-  void decode_shard(Bucket& bucket) override {
+  void decode_shard(Bucket& bucket, const at::Tensor&) override {
     const BucketRange range("unpack", bucket);
     auto& coded = coded_[bucket.index()];
     auto& spans = bucket.shard->spans;

@@ -21,7 +21,7 @@ class Cast : public Codec {
 
   void decode(Bucket& bucket) override { bucket.unpack(bucket.wire.tensor()); }
 
-  void decode_shard(Bucket& bucket) override { bucket.shard->take(bucket); }
+  void decode_shard(Bucket& bucket, const at::Tensor& wire) override { bucket.shard->take(bucket, wire); }
 
   void fill_void(size_t, const Bucket& bucket, const at::Tensor& place, double value) const override {
     bucket.layout.fill(place, value);

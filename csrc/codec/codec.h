@@ -65,8 +65,12 @@ class Codec {
   // Writes the gradients.
   virtual void decode(Bucket& bucket) = 0;
 
-  // In place of decode() where gradients are sharded: writes those of `bucket.shard` from this rank's run of the sum.
-  virtual void decode_shard(Bucket& bucket) { TORCH_CHECK(false, "fastddp: this codec needs whole gradients"); }
+  // Whether decode() writes only this rank's part of the averages. Then it is called in a window of other ranks too, because this
+  // rank has to step with that part.
+  virtual bool is_sharded() const { return false; }
+  // In place of decode() where gradients are sharded: writes those of `bucket.shard` from this rank's run of the sum. `wire`: what
+  // travelled, of a leg without a format.
+  virtual void decode_shard(Bucket& bucket, const at::Tensor& wire) { TORCH_CHECK(false, "fastddp: this codec needs whole gradients"); }
 
   // Returns `BucketWindow::measured`, after decode().
   virtual const std::vector<at::Tensor>& measure(Bucket& bucket) { return bucket.measure(); }

@@ -93,7 +93,7 @@ class NodeCodec : public Codec {
     auto& shard = of(bucket);
     if (!spreads_) {
       decode_run(shard);
-      bucket.shard->take(bucket);
+      bucket.shard->take(bucket, shard.bound);
       bucket.shard->finish(bucket);
     }
     shard.is_decoded = false;
@@ -106,6 +106,8 @@ class NodeCodec : public Codec {
   }
 
   bool relays() const override { return true; }
+
+  bool is_sharded() const override { return !spreads_; }
 
   void fill_void(size_t leg, const Bucket& bucket, const at::Tensor& place, double value) const override {
     if (is_outer(leg)) return outer_->fill_void(leg - 1, of(bucket).bucket, place, value);

@@ -34,8 +34,12 @@ class ShardCodec : public Codec {
 
   void encode(size_t leg, Bucket& bucket, double scale) override { whole_->encode(leg, bucket, scale); }
 
+  bool is_sharded() const override { return true; }
+
+  void note_came(size_t, Bucket&, const at::Tensor& wire) override { came_ = wire; }
+
   void decode(Bucket& bucket) override {
-    whole_->decode_shard(bucket);
+    whole_->decode_shard(bucket, std::exchange(came_, {}));
     bucket.shard->finish(bucket);
   }
 
@@ -54,6 +58,7 @@ class ShardCodec : public Codec {
  private:
   const std::shared_ptr<Codec> whole_;
   const std::shared_ptr<Sharding> sharding_;
+  at::Tensor came_;  // the wire of the bucket that is decoded next
 };
 
 }  // namespace

@@ -271,6 +271,7 @@ void Route::forget_window(const Bucket& bucket) {
 
 void Route::abandon(size_t tick, double value) {
   in_window_ = true;
+  is_of_others_ = value == 0.0;
   for (auto& stretch : stretches_) {
     if (stretch.first > 0 && codec_->relays() && !was_drained_) {
       // Of a window that failed.
@@ -338,6 +339,7 @@ void Route::recover(Bucket& bucket) {
       who_waits_.wait_for(piece.works, piece.wire);
     }
   }
+  if (codec_->is_sharded() && is_of_others_) return finish(bucket);
   codec_->recover(bucket);
   forget_window(bucket);
 }

@@ -124,6 +124,7 @@ class Route {
   bool is_captured_ = false;   // a window was captured, and its graph uses the wires
   bool is_symmetric_ = false;  // buckets' wires are in symmetric memory
   bool in_window_ = false;     // a tick has begun
+  bool is_of_others_ = false;  // this rank has no inputs in the window that it abandons
   bool was_drained_ = false;   // the window has failed here, so nothing of it is left to relay
   WhoWaits who_waits_;
   Message* with_status_ = nullptr;              // null: none has room for it

@@ -263,7 +263,9 @@ void Closing::discard_unused(Exchange& exchange) const {
   if (!window_.ends_with_backward()) return;
   for (auto& bucket : buckets_.all()) {
     for (size_t member = 0; member < bucket.size(); ++member) {
-      if (window_.used(bucket.layout.parameter(member)) == Used::no) exchange.discard(bucket, member);
+      if (window_.used(bucket.layout.parameter(member)) != Used::no) continue;
+      exchange.discard(bucket, member);
+      if (bucket.shard != nullptr) bucket.held(member).reset();
     }
   }
 }

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from fastddp import _C
@@ -25,7 +27,7 @@ _GRADIENT, _MAIN = "fastddp.gradient", checkpoint.MAIN  # beside the names of an
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
-class ShardedOptimizer(Optimizer, OfParts):
+class ShardedOptimizer(Optimizer, OfParts, Joinable):
     """An optimizer of which each rank has a part: its state takes 1/ranks of the memory.
 
     Gradients of ``model`` are added up where their part of the optimizer is, bucket by bucket during backward.
@@ -78,7 +80,8 @@ class ShardedOptimizer(Optimizer, OfParts):
         self._inner: list[Optimizer] = []
         self._has_stepped = False
         template = optimizer_class(given, **settings)  # checks the settings, and completes the groups
-        super().__init__(template.param_groups, template.defaults)
+        Optimizer.__init__(self, template.param_groups, template.defaults)
+        Joinable.__init__(self)
         self._check_parameters()
         model.engine.shard(self)
         let_scalers_unscale_parts()
@@ -192,6 +195,7 @@ class ShardedOptimizer(Optimizer, OfParts):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_join()
         shards = self.shards
         with torch.no_grad():
             shards.begin_step()
@@ -212,6 +216,34 @@ class ShardedOptimizer(Optimizer, OfParts):
     def parameters_ready(self) -> None:
         """Wait until all parameters of the last :meth:`step` are here. On a device only the current stream waits."""
         self.shards.wait()
+
+    def _check_join(self) -> None:
+        if self.in_force().is_uneven and not self._join_config.enable:
+            raise RuntimeError(
+                "A rank without inputs still has to step with its part of the others' gradients, and this Join has the "
+                "model alone. Use Join([model, optimizer]), in this order." + see("FD042")
+            )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What this optimizer does in a :class:`torch.distributed.algorithms.Join` when its rank has no more inputs.
+
+        It steps with its part of the others' averages. So give ``Join`` model and optimizer, in this order, and step
+        after each forward.
+
+        Args:
+            **kwargs: of torch's context; none counts.
+        """
+        return _Steps(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Of the model."""
+        return self.in_force().device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The model's."""
+        return self.in_force().process_group
 
     def _step_bucket(self, shards: Shards, number: int) -> None:
         inner = self._inner[number]
@@ -324,6 +356,18 @@ class ShardedOptimizer(Optimizer, OfParts):
         self._has_stepped = bool(saved.of_parameter)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+
+class _Steps(JoinHook):
+    """Steps as the other ranks do."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Once for each step of the others."""
+        self._optimizer.step()
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,16 @@ class TorchSurface(TorchDDP):
                 still have inputs.
             enable: False: the context has no effect.
             throw_on_early_termination: raise on all ranks as soon as one has no more inputs.
+
+        Raises:
+            RuntimeError: a ``ShardedOptimizer`` trains the model, and has to take part too.
         """
+        if enable and self.engine.sharded is not None:
+            raise RuntimeError(
+                "A rank without inputs still has to step with its part of the others' gradients. Use "
+                "torch.distributed.algorithms.Join([model, optimizer]), in this order, in place of model.join()."
+                + see("FD042")
+            )
         return Join(
             [self],
             enable,
