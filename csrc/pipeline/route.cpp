@@ -75,6 +75,7 @@ void Route::let_wires_go() {
     codec_->displace(*bucket);
   }
   for_messages([](Message& message) { message.let_wires_go(); });
+  for (const auto& transport : transports_) transport->give_room_back();
 }
 
 // ------------------------------------------------------------------------------------------------------ note [Messages]

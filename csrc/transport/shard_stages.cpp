@@ -60,6 +60,8 @@ class ShardSum : public ShardStage {
     if (shares_room() && piece.room.defined()) rooms_.push_back(std::move(piece.room));
   }
 
+  void give_room_back() const override { rooms_.clear(); }
+
  private:
   // Messages that are not on their way at the same time use the same memory. On a device they may be, as far as the host knows.
   bool shares_room() const { return in_pairs_ && adder_ == nullptr && lanes_.ranks() > 1; }

@@ -64,6 +64,9 @@ class Transport {
   // After a round: adds up the data that has come, in the place of this rank's own shard.
   virtual void add_up(size_t round, Piece& piece) const {}
 
+  // Between windows: gives back memory that outlives pieces.
+  virtual void give_room_back() const {}
+
   // The ranks' sum is in the piece's wire, and the window has not failed so far. The current stream has waited for the sum.
   virtual void note_came(const Piece& piece) const {}
 
