@@ -81,6 +81,9 @@ class Recipe:
 class Sharded(Protocol):
     """A sharded optimizer."""
 
+    def check_parameters(self) -> None:
+        """Raise RuntimeError if some are those before the last step."""
+
     def parameters_ready(self) -> None:
         """Wait until all parameters are here."""
 
@@ -250,7 +253,9 @@ class Engine:
             self.reducer.fix_usage()
         plan = recipe.plan(now.setting.parameters, order)
         if self.sharded is not None and become_complete_in_order(now.setting.plan, order):
-            plan = now.setting.plan  # others would be little better, and parameters and the optimizer's state would move
+            plan = (
+                now.setting.plan
+            )  # others would be little better, and parameters and the optimizer's state would move
         bucket_bytes = [sum(now.setting.parameters[index].nbytes for index in bucket) for bucket in plan]
         now.setting = dataclasses.replace(now.setting, divide_in_collective=self._divides_in_collective(order))
         self.use_plan(plan, lanes_pay(bucket_bytes))
@@ -319,6 +324,11 @@ class Engine:
     def check_parameters(self) -> None:
         """Raise RuntimeError if the module has a new parameter that would train on this rank alone."""
         self._parameter_watch.check()
+
+    def check_sharded(self) -> None:
+        """Raise RuntimeError if a sharded optimizer has left parameters incomplete."""
+        if self.sharded is not None:
+            self.sharded.check_parameters()
 
     def check_none_missing(self) -> None:
         """If the last window lacks gradients, give it up and raise RuntimeError."""

@@ -17,10 +17,11 @@
 
 namespace fastddp {
 
-// What the time of a step was for. It follows from what the rank does (`Doing`), except for waits and hooks. All but `waiting` are
-// the rank's own time.
+// What the time of a step was for. It follows from what the rank does (`Doing`), except for waits and hooks. All but the first
+// two are the rank's own time.
 enum class Phase : uint8_t {
   waiting,    // for other ranks: joint work before a forward, and after the last gradient
+  gather,     // for parameters of a sharded optimizer
   outside,    // in none of the others: data loading, logging, evaluation
   forward,    // in the module
   loss,       // between a forward and its backward
@@ -42,8 +43,9 @@ struct StepTimes {
   double blocked;     // how long backward's thread waited for collectives until then
   double rest_start;  // after all buckets: which parameters ranks used, sparse gradients, late ones
   double rest_end;
-  double end;   // backward returns; its stream has averaged gradients from here on
-  double next;  // the next window's first forward began
+  double end;     // backward returns; its stream has averaged gradients from here on
+  double next;    // the next window's first forward began
+  double gather;  // how long the rank waited for parameters until then
   // The rank's own phases, by name: how long they took until the next window's first forward began, without the time for which a
   // thread waited for collectives.
   std::map<std::string, double> own;
@@ -72,7 +74,7 @@ class SampledStep {
   };
 
   void mark_end(size_t bucket);
-  std::map<std::string, double> own() const;
+  std::array<double, kPhases> taken() const;  // by phase
 
   const c10::Device device_;
   const Moment begin_;
