@@ -293,6 +293,25 @@ def test_who_keeps_a_device_waiting_is_named_in_a_report_or_an_error(rank: int, 
 
 
 @on_ranks(2, pool="simulated_ranks")
+def test_a_device_that_waits_for_parameters_names_the_rank_that_has_not_stepped(rank: int) -> None:
+    """Rank 0's host is past its step."""
+    reports: list[fastddp.StallReport] = []
+    model = on_device(watch=fastddp.Watch(reports.append, patience=0.5))
+    optimizer = fastddp.ShardedOptimizer(model, Held, lr=0.1)
+    for number in range(4):
+        Held.holds = number == 3 and rank == 1
+        step(model)
+        fake_cuda.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert rank == 1 or until(lambda: bool(reports))
+    fake_cuda.synchronize()
+    for report in reports:
+        assert [(cause.cause, cause.ranks) for cause in report.causes] == [("optimizer", (1,))]
+        assert "waiting for the parameters of bucket 3 of 4 on the device" in report.headline
+
+
+@on_ranks(2, pool="simulated_ranks")
 def test_a_device_that_has_failed_says_so_once_and_its_rank_still_tells_what_it_does(rank: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     with stderr_of_the_process() as said:
