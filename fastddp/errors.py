@@ -299,6 +299,13 @@ ERRORS = {
         "that does not treat each element by itself.",
     ),
     "FD043": Explanation(
+        "The saved state of a sharded optimizer does not fit",
+        "Each rank of a ShardedOptimizer saves its part of the state in state_dict(). The state that was given is of "
+        "another model, of another rank or of another number of ranks; or a part was used as a whole.",
+        "Take full_state_dict(), which any number of ranks and an optimizer that is not sharded can load; or save and "
+        "load by torch.distributed.checkpoint with its get_state_dict and set_state_dict.",
+    ),
+    "FD044": Explanation(
         "Parameters are incomplete",
         "After a step of a ShardedOptimizer this rank did not get all parameters that others have stepped: one of them "
         "has ended, or the network failed. So it holds new parameters beside old ones.",

@@ -27,6 +27,7 @@ StepTimes SampledStep::times() const {
   const std::lock_guard lock(ends_);
   const auto since_begin = [&](const std::optional<Moment>& moment) { return ms_since(begin_, moment); };
   const auto taken = this->taken();
+  const auto gathered = gathered_until(since_begin(computed_));
   StepTimes times{{},
                   since_begin(computed_),
                   Milliseconds(blocked_).count(),
@@ -34,7 +35,8 @@ StepTimes SampledStep::times() const {
                   since_begin(rest_end_),
                   since_begin(end_),
                   since_begin(next_),
-                  taken[static_cast<size_t>(Phase::gather)],
+                  gathered,
+                  taken[static_cast<size_t>(Phase::gather)] - gathered,
                   {}};
   for (auto phase = static_cast<size_t>(Phase::gather) + 1; phase < kPhases; ++phase) {
     times.own[kNames[phase]] = std::max(0.0, taken[phase] - Milliseconds(waited_[phase]).count());
@@ -52,6 +54,16 @@ std::array<double, kPhases> SampledStep::taken() const {
     taken[static_cast<size_t>(phases_[i].phase)] += ms_since(phases_[i].at, end);
   }
   return taken;
+}
+
+// `moment`: in ms since the step's begin.
+double SampledStep::gathered_until(double moment) const {
+  double gathered = 0;
+  for (size_t i = 0; i + 1 < phases_.size(); ++i) {
+    const bool counts = phases_[i].phase == Phase::gather && ms_since(begin_, phases_[i].at) < moment;
+    if (counts) gathered += ms_since(phases_[i].at, phases_[i + 1].at);
+  }
+  return gathered;
 }
 
 void StepSampler::mark(std::optional<Moment> SampledStep::* moment) {

@@ -43,9 +43,10 @@ struct StepTimes {
   double blocked;     // how long backward's thread waited for collectives until then
   double rest_start;  // after all buckets: which parameters ranks used, sparse gradients, late ones
   double rest_end;
-  double end;     // backward returns; its stream has averaged gradients from here on
-  double next;    // the next window's first forward began
-  double gather;  // how long the rank waited for parameters until then
+  double end;   // backward returns; its stream has averaged gradients from here on
+  double next;  // the next window's first forward began
+  double gather_before,
+      gather_after;  // how long the rank waited for parameters until `computed`, and from then to `next`
   // The rank's own phases, by name: how long they took until the next window's first forward began, without the time for which a
   // thread waited for collectives.
   std::map<std::string, double> own;
@@ -75,6 +76,7 @@ class SampledStep {
 
   void mark_end(size_t bucket);
   std::array<double, kPhases> taken() const;  // by phase
+  double gathered_until(double moment) const;
 
   const c10::Device device_;
   const Moment begin_;

@@ -95,9 +95,7 @@ class Shards:
     def _lay_out(self, number: int, bucket: Sequence[int], wire: torch.dtype | None) -> OneBucket:
         parameters = [self._parameters[index] for index in bucket]
         places = self.sharding.places(number)
-        dtype = (
-            torch.empty(0, dtype=parameters[0].dtype).real.dtype if parameters[0].is_complex() else parameters[0].dtype
-        )
+        dtype = parameters[0].detach().real.dtype  # pairs of numbers, for complex ones
         flat = torch.zeros(self.sharding.length(number), dtype=dtype, device=parameters[0].device)
         with torch.no_grad():
             for parameter, place in zip(parameters, places, strict=True):
@@ -116,9 +114,8 @@ class Shards:
             if begin == end:
                 continue
             parameter, at = self._parameters[index], offset + (0 if in_run else run)
-            like = (
-                parameter if end - begin == parameter.numel() else parameter.detach().new_empty(0).resize_(end - begin)
-            )
+            is_whole = end - begin == parameter.numel()
+            like = parameter if is_whole else parameter.detach().new_empty(0).resize_(end - begin)
             view = _C.view_of(memory, like, at)
             holder = nn.Parameter(view.detach())
             yield Span(index, begin, end, holder, run + offset, without_memory(holder, holder.dtype), number)
@@ -179,7 +176,14 @@ class Shards:
                 self._parameters[index]._version != self.versions[index] for index in self.plan[number]
             ):
                 continue
-            bucket.main.copy_(bucket.flat[slice(*bucket.run)])
+            parameters, wire = bucket.flat[slice(*bucket.run)], bucket.wire or bucket.flat.dtype
+            bucket.main.copy_(torch.where(bucket.main.to(wire) == parameters, bucket.main, parameters))
+            for index in self.plan[number]:
+                self.versions[index] = self._parameters[index]._version
+
+    def compare_mains(self) -> None:
+        """Let the next step take parameters for those copies in fp32 that do not round to them."""
+        self.versions = [-1] * len(self._parameters)
 
     def start_gather(self, number: int) -> None:
         """The rank's part of bucket ``number`` has been stepped: send it to all, and receive theirs."""
@@ -236,15 +240,13 @@ class Shards:
             if self._parameters[index]._version == version:
                 raise RuntimeError(
                     f"fastddp: parameter {self._names[index]} is incomplete: after the optimizer's last step this rank "
-                    "did not get what other ranks had stepped. Start again from the last checkpoint." + see("FD043")
+                    "did not get what other ranks had stepped. Start again from the last checkpoint." + see("FD044")
                 )
         self._incomplete.clear()
 
     def wait_where_read(self, module: nn.Module) -> None:
         """Let parameters arrive. Who reads one through ``module`` or a module in it waits for its bucket."""
-        self._arriving = ModulesWithArriving(
-            module, (self._parameters[index] for bucket in self.plan for index in bucket)
-        )
+        self._arriving = ModulesWithArriving(module, self._numbers)
         self._arriving.begin(self._wait_for_parameter)
 
     @torch.no_grad()

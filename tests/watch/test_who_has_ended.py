@@ -106,6 +106,6 @@ def test_whoever_waits_for_a_rank_that_has_ended_says_so_in_its_error() -> None:
         assert [re.match(r"fastddp: parameter (weight|bias) is incomplete", of) is not None for of in later] == [
             True
         ] * 2
-        assert all(of.endswith(see("FD043")) for of in later)
+        assert all(of.endswith(see("FD044")) for of in later)
     # Forked ranks that train to the end leave nothing; while they train, no page says that its rank ends.
     assert runs["forks"] == runs["goes_on"] == ([[False]] * 3, 0)
