@@ -77,7 +77,7 @@ def _on_no_bucket(
     if others and others[0].kind == STATUS:
         what = f"{STATUS} ends each step with a few bytes: ranks wait there for the last one"
     elif others and others[0].kind == GATHER:
-        what = f'{GATHER} brings what a ShardedOptimizer has stepped: with gather="forward" it may overlap the next forward'
+        what = f'{GATHER} brings what a ShardedOptimizer has stepped: gather="forward" lets it overlap the next forward'
     else:
         what = "sparse gradients, which parameters were used, or collectives of the script's own"
     return (
