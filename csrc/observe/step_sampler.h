@@ -45,8 +45,8 @@ struct StepTimes {
   double rest_end;
   double end;   // backward returns; its stream has averaged gradients from here on
   double next;  // the next window's first forward began
-  double gather_before,
-      gather_after;  // how long the rank waited for parameters until `computed`, and from then to `next`
+  // How long the rank waited for parameters until `computed`, and from then to `next`.
+  double gather_before, gather_after;
   // The rank's own phases, by name: how long they took until the next window's first forward began, without the time for which a
   // thread waited for collectives.
   std::map<std::string, double> own;
