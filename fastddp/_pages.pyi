@@ -13,6 +13,7 @@ Doing: TypeAlias = Literal[
     "closing",
     "after_backward",
     "optimizer",
+    "gather",
     "after_optimizer",
 ]
 

@@ -334,6 +334,7 @@ class DistributedDataParallel(Additions):
     @torch._disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         engine = self.engine
+        engine.check_sharded()
         grad_enabled = torch.is_grad_enabled()
         synchronises = grad_enabled and self.require_backward_grad_sync
         if synchronises:

@@ -81,6 +81,9 @@ class Recipe:
 class Sharded(Protocol):
     """A sharded optimizer."""
 
+    def check_parameters(self) -> None:
+        """Raise RuntimeError if some are those before the last step."""
+
     def parameters_ready(self) -> None:
         """Wait until all parameters are here."""
 
@@ -319,6 +322,11 @@ class Engine:
     def check_parameters(self) -> None:
         """Raise RuntimeError if the module has a new parameter that would train on this rank alone."""
         self._parameter_watch.check()
+
+    def check_sharded(self) -> None:
+        """Raise RuntimeError if a sharded optimizer has left parameters incomplete."""
+        if self.sharded is not None:
+            self.sharded.check_parameters()
 
     def check_none_missing(self) -> None:
         """If the last window lacks gradients, give it up and raise RuntimeError."""

@@ -305,4 +305,10 @@ ERRORS = {
         "Take full_state_dict(), which any number of ranks and an optimizer that is not sharded can load; or save and "
         "load by torch.distributed.checkpoint with its get_state_dict and set_state_dict.",
     ),
+    "FD044": Explanation(
+        "Parameters are incomplete",
+        "After a step of a ShardedOptimizer this rank did not get all parameters that others have stepped: one of them "
+        "has ended, or the network failed. So it holds new parameters beside old ones.",
+        "Start again from the last checkpoint, or load it into the model and the optimizer.",
+    ),
 }

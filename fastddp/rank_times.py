@@ -8,9 +8,9 @@ rank is late by its own time minus the median of all ranks (of two medians the l
 with the quicker one). A phase in which it is quicker makes up for another if it is fastddp's or the model's. It does
 not if it is the user's code: there the other ranks may have waited for this rank, in a collective of the user's own.
 
-The time for which the exchange is exposed is no rank's own. A rank that comes late finds the others there and sees the
-network's time alone; the others see the network's time and their wait. So the least of all ranks is the network's time.
-Only durations are compared, because clocks of machines differ.
+The time for which the exchange is exposed, or parameters are waited for, is no rank's own. A rank that comes late finds
+the others there and sees the network's time alone; the others see the network's time and their wait. So the least of
+all ranks is the network's time. Only durations are compared, because clocks of machines differ.
 
 Note [Verdicts]
 
@@ -77,7 +77,8 @@ class RankTimes:
     optimizer: float
     """In the optimizer's step."""
     exposed: float
-    """By the exchange: the least of all ranks is the network's time, the rest is this rank's wait."""
+    """By the exchange, and by waits for parameters: the least of all ranks is the network's time, the rest is this
+    rank's wait."""
     late: float
     """By how much it comes later than the median rank; below 0: earlier."""
 

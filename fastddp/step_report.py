@@ -149,13 +149,14 @@ class StepReport:
 
 
 def split_of(times: StepTimes) -> Split:
-    """Where the time from the first forward to the end of backward went."""
+    """Where the time from the first forward to the end of backward went. A wait for parameters is exposed."""
     rest = (times.rest_start, times.rest_end)
     communication = merged([*((bucket.start, bucket.end) for bucket in times.buckets), rest])
     before = sum(max(0.0, min(end, times.computed) - start) for start, end in communication)
     behind = sum(max(0.0, min(end, times.end) - max(start, times.computed)) for start, end in communication)
     exposed = behind + min(before, times.blocked)
     overlapped = before + behind - exposed
+    exposed += times.gather_before
     return Split(times.end - overlapped - exposed, overlapped, exposed, idle=0.0)
 
 

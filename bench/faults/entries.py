@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bench.faults.rank import Run
 
 EXCHANGES = ("plain", "fp16", "powersgd", "python-hook", "find-unused")
+SHARDABLE = EXCHANGES[:2]
 ALL_BUT_FIND_UNUSED = EXCHANGES[:-1]  # with it, a gradient that a rank leaves out is no fault
 FOR_EVER = 1000.0  # seconds: the launcher ends the run long before
 OUTAGE = 5.0  # seconds, of a network
@@ -68,6 +69,7 @@ class Fault:
     repeats: bool = False  # whether it happens in every step from the first one on, and not only in one
     several: bool = False  # whether there is a second wrapper, over a model of another size
     buffers: bool = False  # whether the model has a buffer, which a forward broadcasts
+    sharded: bool = False  # whether fastddp's run has a ShardedOptimizer, whose part takes the step
     loader: bool = False  # whether batches come from torch's DataLoader with a worker
     may_be_soft: bool = False  # of a fault that is none: whether a soft report may say who is slow
     steps: int = 0  # how many there are; 0: as many as it takes
@@ -260,6 +262,10 @@ FAULTS = [
     Fault("asleep-hook", "sleeps in its communication hook", _sleep, "hook", ("hook",), exchanges=("python-hook",)),
     Fault("asleep-after-backward", "sleeps after backward", _sleep, "after backward", ("after_backward",)),
     Fault("asleep-optimizer", "sleeps in the optimizer's step", _sleep, "optimizer", ("optimizer",)),
+    Fault("asleep-sharded", "sleeps in the step of a sharded optimizer", _sleep, "optimizer", ("optimizer",),
+          says="the parameters of bucket", exchanges=SHARDABLE, sharded=True),
+    Fault("sigkill-sharded", "SIGKILL in the step of a sharded optimizer", _kill, "optimizer", ("gone",), ENDED,
+          exchanges=SHARDABLE, sharded=True),
     Fault("batch-too-few", "has a batch fewer, without join", _sleep, "batch", ("outside",)),
     Fault("skipped-backward", "leaves out a backward, and then has no batch any more", _skip_backward, "loss",
           ("outside", "windows_apart"), "forward", steps=20, at_end=_sleep),

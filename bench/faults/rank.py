@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import time
@@ -73,7 +74,11 @@ class Run:
         self.wrappers = [self.model]
         if self.fault.several:
             self.wrappers.append(self._wrap(Net(self, SMALLER)))
-        optimizer = Optimizer(self, [p for model in self.wrappers for p in model.parameters()])
+        optimizer: torch.optim.Optimizer = (
+            fastddp.ShardedOptimizer(self.model, functools.partial(Optimizer, self))
+            if self.fault.sharded and isinstance(self.model, fastddp.DistributedDataParallel)
+            else Optimizer(self, [p for model in self.wrappers for p in model.parameters()])
+        )
         batches = iter(DataLoader(self.batches, batch_size=None, num_workers=1)) if self.fault.loader else None
         # What must not be reported lasts for three times the patience.
         steps = int(3 * self.patience / (10 * self.step_seconds)) if self.fault.is_harmless else 1_000_000

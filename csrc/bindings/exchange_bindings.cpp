@@ -116,9 +116,10 @@ void bind_exchanges(py::module_& m) {
           py::arg("transport"), py::arg("audit"), no_gil);
 
   py::class_<Sharding, std::shared_ptr<Sharding>>(m, "Sharding", "Which rank has what; csrc/bucket/sharding.h.")
-      .def(py::init<const std::vector<at::Tensor>&, const std::vector<std::string>&, Plan, size_t, size_t, bool, bool>(),
-           py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"),
-           py::arg("whole"), py::arg("for_optimizer") = false, no_gil)
+      .def(
+          py::init<const std::vector<at::Tensor>&, const std::vector<std::string>&, Plan, size_t, size_t, bool, bool>(),
+          py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"), py::arg("whole"),
+          py::arg("for_optimizer") = false, no_gil)
       .def_property_readonly("rank", &Sharding::rank)
       .def_property_readonly("spans", [](const Sharding& shards) { return as_tuples(shards.spans()); })
       .def(
@@ -140,14 +141,11 @@ void bind_exchanges(py::module_& m) {
       .def(py::init([](Groups lanes, const std::shared_ptr<Sharding>& sharding, size_t buckets,
                        std::shared_ptr<Interruption> interruption) {
              Cut cut = [sharding](const at::Tensor& wire, size_t bucket) { return sharding->cut(wire, bucket); };
-             return destroyed_without_gil(std::make_unique<Gather>(
-                 Lanes(std::move(lanes)), sharding->device(), std::move(cut), buckets, std::move(interruption)));
+             return destroyed_without_gil(std::make_unique<Gather>(Lanes(std::move(lanes)), sharding->device(),
+                                                                   std::move(cut), buckets, std::move(interruption)));
            }),
            py::arg("lanes"), py::arg("sharding"), py::arg("buckets"), py::arg("interruption"), no_gil)
-      .def("start", &Gather::start, py::arg("bucket"), py::arg("memory"), no_gil)
-      .def("wait", &Gather::wait, py::arg("bucket"), no_gil)
-      .def("is_on_its_way", &Gather::is_on_its_way, py::arg("bucket"))
-      .def("wait_for_all", &Gather::wait_for_all, no_gil);
+      .def("is_on_its_way", &Gather::is_on_its_way, py::arg("bucket"));
 
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", "How gradients travel; csrc/pipeline/exchange.h.")
       .def_static(

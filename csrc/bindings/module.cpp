@@ -63,6 +63,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("rest_end", &StepTimes::rest_end)
       .def_readonly("end", &StepTimes::end)
       .def_readonly("next", &StepTimes::next)
+      .def_readonly("gather_before", &StepTimes::gather_before)
+      .def_readonly("gather_after", &StepTimes::gather_after)
       .def_readonly("own", &StepTimes::own);
   py::class_<SampledStep, std::shared_ptr<SampledStep>>(m, "SampledStep", "csrc/observe/step_sampler.h.")
       .def_readonly("window", &SampledStep::window)
@@ -101,6 +103,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "end_forward", [](Reducer& reducer) { reducer.observer()->forward_ends(); }, no_gil)
       .def("note_optimizer", &Reducer::note_optimizer, py::arg("begins"), no_gil)
+      .def("send_parameters", &Reducer::send_parameters, py::arg("gather"), py::arg("bucket"), py::arg("memory"),
+           no_gil)
+      .def("await_parameters", &Reducer::await_parameters, py::arg("gather"), py::arg("bucket"), no_gil)
       .def(
           "discard_step",
           [](Reducer& reducer, const std::optional<at::Tensor>& only_if) {
@@ -194,7 +199,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             return gradients;
           },
           no_gil)
-      .def("become_sharded", &Reducer::become_sharded, py::arg("sharding"), py::arg("holders"), py::arg("notices"), no_gil)
+      .def("become_sharded", &Reducer::become_sharded, py::arg("sharding"), py::arg("holders"), py::arg("notices"),
+           no_gil)
       .def("set_exchange", &Reducer::set_exchange, py::arg("exchange"), no_gil)
       .def("use_memory", &Reducer::use_memory, py::arg("memory"), no_gil)
       .def("failure", &Reducer::failure, no_gil)

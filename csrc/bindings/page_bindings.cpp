@@ -61,8 +61,8 @@ PYBIND11_MODULE(_pages, m) {
       .def_property_readonly("device_wait",
                              [](const Snapshot& of) -> std::optional<std::tuple<size_t, size_t, bool, double>> {
                                if (!of.device_wait) return std::nullopt;
-                               const auto& [window, bucket, has_begun] = *of.device_wait;
-                               return std::tuple(window, bucket, has_begun, of.device_seconds);
+                               const auto& wait = *of.device_wait;
+                               return std::tuple(wait.window, wait.bucket, wait.has_begun, of.device_seconds);
                              })
       .def_readonly("process_ends", &Snapshot::process_ends)
       .def_readonly("error", &Snapshot::error)

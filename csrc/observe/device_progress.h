@@ -24,8 +24,9 @@ class DeviceProgress {
   void watch() { is_watched_ = true; }
 
   // For the thread that starts collectives. The current stream has come to this bucket's collective, or has its result.
-  void started(size_t bucket, c10::Device device);
-  void arrived(size_t bucket, c10::Device device);
+  // `of_parameters`: not of its gradients.
+  void started(size_t bucket, c10::Device device, bool of_parameters = false);
+  void arrived(size_t bucket, c10::Device device, bool of_parameters = false);
   void forget();
 
   // For any thread: asks the devices, and writes what they wait for to the page of progress.
@@ -34,6 +35,7 @@ class DeviceProgress {
  private:
   struct Entry {
     size_t window, bucket;
+    bool of_parameters;
     c10::Device device;
     Moment started;
     std::optional<Moment> arrived;

@@ -7,8 +7,8 @@
 namespace fastddp {
 namespace {
 
-constexpr std::array<const char*, kPhases> kNames{"waiting",  "outside", "forward",  "loss",
-                                                  "backward", "hook",    "optimizer"};
+constexpr std::array<const char*, kPhases> kNames{"waiting", "gather",   "outside", "forward",
+                                                  "loss",    "backward", "hook",    "optimizer"};
 
 using Milliseconds = std::chrono::duration<double, std::milli>;
 
@@ -26,6 +26,8 @@ void SampledStep::mark_end(size_t bucket) {
 StepTimes SampledStep::times() const {
   const std::lock_guard lock(ends_);
   const auto since_begin = [&](const std::optional<Moment>& moment) { return ms_since(begin_, moment); };
+  const auto taken = this->taken();
+  const auto gathered = gathered_until(since_begin(computed_));
   StepTimes times{{},
                   since_begin(computed_),
                   Milliseconds(blocked_).count(),
@@ -33,24 +35,35 @@ StepTimes SampledStep::times() const {
                   since_begin(rest_end_),
                   since_begin(end_),
                   since_begin(next_),
-                  own()};
+                  gathered,
+                  taken[static_cast<size_t>(Phase::gather)] - gathered,
+                  {}};
+  for (auto phase = static_cast<size_t>(Phase::gather) + 1; phase < kPhases; ++phase) {
+    times.own[kNames[phase]] = std::max(0.0, taken[phase] - Milliseconds(waited_[phase]).count());
+  }
   for (const auto& bucket : buckets_) {
     times.buckets.push_back({since_begin(bucket.ready), since_begin(bucket.start), since_begin(bucket.end)});
   }
   return times;
 }
 
-std::map<std::string, double> SampledStep::own() const {
+std::array<double, kPhases> SampledStep::taken() const {
   std::array<double, kPhases> taken{};
   for (size_t i = 0; i < phases_.size(); ++i) {
     const auto end = i + 1 < phases_.size() ? std::optional(phases_[i + 1].at) : next_;
     taken[static_cast<size_t>(phases_[i].phase)] += ms_since(phases_[i].at, end);
   }
-  std::map<std::string, double> own;
-  for (auto phase = static_cast<size_t>(Phase::waiting) + 1; phase < kPhases; ++phase) {
-    own[kNames[phase]] = std::max(0.0, taken[phase] - Milliseconds(waited_[phase]).count());
+  return taken;
+}
+
+// `moment`: in ms since the step's begin.
+double SampledStep::gathered_until(double moment) const {
+  double gathered = 0;
+  for (size_t i = 0; i + 1 < phases_.size(); ++i) {
+    const bool counts = phases_[i].phase == Phase::gather && ms_since(begin_, phases_[i].at) < moment;
+    if (counts) gathered += ms_since(phases_[i].at, phases_[i + 1].at);
   }
-  return own;
+  return gathered;
 }
 
 void StepSampler::mark(std::optional<Moment> SampledStep::* moment) {

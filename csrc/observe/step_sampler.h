@@ -17,10 +17,11 @@
 
 namespace fastddp {
 
-// What the time of a step was for. It follows from what the rank does (`Doing`), except for waits and hooks. All but `waiting` are
-// the rank's own time.
+// What the time of a step was for. It follows from what the rank does (`Doing`), except for waits and hooks. All but the first
+// two are the rank's own time.
 enum class Phase : uint8_t {
   waiting,    // for other ranks: joint work before a forward, and after the last gradient
+  gather,     // for parameters of a sharded optimizer
   outside,    // in none of the others: data loading, logging, evaluation
   forward,    // in the module
   loss,       // between a forward and its backward
@@ -44,6 +45,8 @@ struct StepTimes {
   double rest_end;
   double end;   // backward returns; its stream has averaged gradients from here on
   double next;  // the next window's first forward began
+  // How long the rank waited for parameters until `computed`, and from then to `next`.
+  double gather_before, gather_after;
   // The rank's own phases, by name: how long they took until the next window's first forward began, without the time for which a
   // thread waited for collectives.
   std::map<std::string, double> own;
@@ -72,7 +75,8 @@ class SampledStep {
   };
 
   void mark_end(size_t bucket);
-  std::map<std::string, double> own() const;
+  std::array<double, kPhases> taken() const;  // by phase
+  double gathered_until(double moment) const;
 
   const c10::Device device_;
   const Moment begin_;

@@ -14,7 +14,7 @@
 namespace fastddp::page {
 
 inline constexpr uint64_t kMagic = 0x70646474736166;  // "fastddp"
-inline constexpr uint32_t kVersion = 6;
+inline constexpr uint32_t kVersion = 7;
 inline constexpr size_t kMostBuckets = 1024;  // later ones are not noted
 inline constexpr size_t kSteps = 16;
 inline constexpr size_t kLanes = Snapshot::kLanes;
@@ -35,13 +35,14 @@ inline uint64_t moment_of(uint64_t since) {
   return since & ((uint64_t{1} << kMomentBits) - 1);
 }
 
-// Windows are counted modulo 2^31.
+// Windows are counted modulo 2^30.
 inline uint64_t packed(const DeviceWait& wait) {
-  return uint64_t{wait.window} << 33 | uint64_t{wait.bucket & 0xffffffff} << 1 | uint64_t{wait.has_begun};
+  return uint64_t{wait.window} << 34 | uint64_t{wait.bucket & 0xffffffff} << 2 | uint64_t{wait.of_parameters} << 1 |
+         uint64_t{wait.has_begun};
 }
 inline std::optional<DeviceWait> unpacked(uint64_t wait) {
   if (wait == 0) return std::nullopt;
-  return DeviceWait{wait >> 33, wait >> 1 & 0xffffffff, (wait & 1) != 0};
+  return DeviceWait{wait >> 34, wait >> 2 & 0xffffffff, (wait & 1) != 0, (wait & 2) != 0};
 }
 
 // Written once, after the rest of the page has been set up. `magic` to `process` are in this place in each version.

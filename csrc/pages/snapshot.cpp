@@ -60,8 +60,8 @@ std::vector<double> page::steps_of(const Live& live) {
 }
 
 const char* to_string(Doing doing) {
-  constexpr std::array names{"nothing", "forward", "after_forward",  "backward",  "tick",
-                             "finish",  "closing", "after_backward", "optimizer", "after_optimizer"};
+  constexpr std::array names{"nothing", "forward",        "after_forward", "backward", "tick",           "finish",
+                             "closing", "after_backward", "optimizer",     "gather",   "after_optimizer"};
   return names.at(static_cast<size_t>(doing));
 }
 

@@ -22,15 +22,17 @@ enum class Doing : uint8_t {
   closing,          // waits for what follows the buckets: status, sparse gradients, late ones
   after_backward,   // whatever the user does
   optimizer,        // in its step
+  gather,           // waits for a bucket's parameters, which other ranks have stepped
   after_optimizer,  // data loading, evaluation, a checkpoint, or whatever the user does
 };
 const char* to_string(Doing doing);
 
 // The first bucket whose collective has ended for the host, but not on the device.
 struct DeviceWait {
-  size_t window;  // its number, from 1
+  size_t window;  // its number, from 1; of parameters, that of the next one
   size_t bucket;
-  bool has_begun;  // the device has come to the collective: it waits for other ranks
+  bool has_begun;      // the device has come to the collective: it waits for other ranks
+  bool of_parameters;  // of the bucket's, not of its gradients
   bool operator==(const DeviceWait&) const = default;
 };
 

@@ -184,6 +184,28 @@ void Observer::step_ends() {
   window_.end();
 }
 
+void Observer::parameters_sent(size_t bucket) {
+  device_progress_->started(bucket, device_, /*of_parameters=*/true);
+}
+
+void Observer::parameters_failed() {
+  progress_->fails_for_others();
+}
+
+Observer::Gathers::Gathers(Observer& observer, size_t bucket)
+    : observer_(observer),
+      range_("await", [&] { return " bucket=" + std::to_string(bucket); }),
+      bucket_(bucket),
+      wait_(*observer.progress_, Doing::gather, bucket),
+      phase_(observer.sampler_.phase()) {
+  observer_.sampler_.enters(Phase::gather);
+}
+
+Observer::Gathers::~Gathers() {
+  observer_.sampler_.enters(phase_);
+  observer_.device_progress_->arrived(bucket_, observer_.device_, /*of_parameters=*/true);
+}
+
 Observer::Waits::Waits(Observer& observer, size_t tick, bool runs_hook)
     : observer_(observer),
       wait_(*observer.progress_, Doing::tick, tick),

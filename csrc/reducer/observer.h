@@ -66,6 +66,26 @@ class Observer {
   // Other ranks had a window without this one.
   void window_passed();
 
+  // A bucket's parameters are on their way, and could not be waited for.
+  void parameters_sent(size_t bucket);
+  void parameters_failed();
+
+  // While it lives, the calling thread or its stream may wait for parameters of a bucket.
+  class Gathers {
+   public:
+    Gathers(Observer& observer, size_t bucket);
+    ~Gathers();
+    Gathers(const Gathers&) = delete;
+    Gathers& operator=(const Gathers&) = delete;
+
+   private:
+    Observer& observer_;
+    const Range range_;
+    const size_t bucket_;
+    const Progress::Wait wait_;
+    const Phase phase_;
+  };
+
   // While it lives, the calling thread may wait for other ranks or, if it `runs_hook`, be in a user's communication hook.
   class Waits {
    public:

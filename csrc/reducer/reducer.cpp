@@ -366,6 +366,25 @@ void Reducer::discard_step(at::Tensor only_if) {
   ticks_.exchange().undo(only_if);
 }
 
+void Reducer::send_parameters(Gather& gather, size_t bucket, const at::Tensor& memory) {
+  const Range range("gather", [&] {
+    return " bucket=" + std::to_string(bucket) + " bytes=" + std::to_string(memory.nbytes()) +
+           " wire=" + dtype_name(memory.scalar_type());
+  });
+  gather.start(bucket, memory);
+  observer_.parameters_sent(bucket);
+}
+
+void Reducer::await_parameters(Gather& gather, size_t bucket) {
+  const Observer::Gathers waits(observer_, bucket);
+  try {
+    gather.wait(bucket);
+  } catch (...) {
+    observer_.parameters_failed();
+    throw;
+  }
+}
+
 Locked<LocalGradients> Reducer::local_gradients() {
   std::unique_lock lock(mutex_);
   notice_failure();

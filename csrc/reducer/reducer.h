@@ -20,6 +20,7 @@
 #include "reducer/reduction.h"
 #include "reducer/shared_sums.h"
 #include "reducer/ticks.h"
+#include "transport/gather.h"
 #include "transport/interruption.h"
 #include "window/window.h"
 
@@ -64,6 +65,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void note_optimizer(bool begins);
   // No optimizer steps with the gradients of this step. `only_if`: one element, on any device; if it is 0, one does step.
   void discard_step(at::Tensor only_if);
+
+  // Sends this rank's parameters of a bucket, and waits for those of the others (gather.h). Without the lock: whoever reads a
+  // parameter may come here.
+  void send_parameters(Gather& gather, size_t bucket, const at::Tensor& memory);
+  void await_parameters(Gather& gather, size_t bucket);
 
   // What the gradients of coming windows count; weighting.h.
   void set_weighting(const Weighting& weighting);

@@ -36,10 +36,4 @@ void Gather::wait(size_t bucket) {
   piece.shards.clear();
 }
 
-void Gather::wait_for_all() {
-  for (size_t bucket = 0; bucket < pieces_.size(); ++bucket) {
-    if (is_on_its_way(bucket)) wait(bucket);
-  }
-}
-
 }  // namespace fastddp

@@ -24,7 +24,6 @@ class Gather {
   // allows it.
   void wait(size_t bucket);
   bool is_on_its_way(size_t bucket) const { return !pieces_[bucket].works.empty(); }
-  void wait_for_all();
 
  private:
   const Lanes lanes_;

@@ -41,7 +41,8 @@ std::string last(const Record& record) {
 }
 
 std::string bucket(const Record& record) {
-  return "bucket " + std::to_string(record.bucket.value_or(0)) + " of " + std::to_string(record.buckets);
+  return (record.of_parameters ? "the parameters of bucket " : "bucket ") + std::to_string(record.bucket.value_or(0)) +
+         " of " + std::to_string(record.buckets);
 }
 
 std::string where(const Record& record) {
@@ -58,6 +59,7 @@ std::string where(const Record& record) {
       return "in backward" + missing(record) + last(record);
     case Doing::tick:
     case Doing::finish:
+    case Doing::gather:
       return (record.waits() ? "waiting for " : "in the communication hook of ") + bucket(record);
     case Doing::closing:
       return "waiting for the end of the step, behind all buckets";

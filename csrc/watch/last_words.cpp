@@ -77,7 +77,7 @@ bool StallWatch::leaves_others() {
   node_.look();
   const auto windows = progress_->read().windows;
   return std::ranges::any_of(node_.records(), [&](const Record& of) {
-    const bool is_in_step = of.doing >= Doing::forward && of.doing <= Doing::closing;
+    const bool is_in_step = (of.doing >= Doing::forward && of.doing <= Doing::closing) || of.doing == Doing::gather;
     return of.life != Life::gone && !of.process_ends && of.windows >= windows && is_in_step;
   });
 }

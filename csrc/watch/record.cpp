@@ -67,6 +67,7 @@ void for_fields(Of& record, const Visit& visit) {
   visit("finished", record.finished);
   visit("bytes", record.bytes);
   visit("collectives", record.collectives);
+  visit("of_parameters", record.of_parameters);
   visit("sequence", record.sequence);
   visit("missing_count", record.missing_count);
   visit("missing", record.missing);
@@ -169,7 +170,8 @@ std::vector<size_t> numbers_in(const std::string& ranges) {
 bool Record::waits() const {
   if (!other_model.empty()) return true;
   if (device != Device::with_host) return device == Device::waits;
-  return doing == Doing::finish || doing == Doing::closing || (doing == Doing::tick && !runs_user_code);
+  return doing == Doing::finish || doing == Doing::closing || doing == Doing::gather ||
+         (doing == Doing::tick && !runs_user_code);
 }
 
 bool Record::has_raised() const {
@@ -185,15 +187,17 @@ Record record_of(const Snapshot& snapshot, Life life, double still) {
   record.written = ms_since_1970();
   record.still = still;
   record.state = to_string(WindowState(std::min(snapshot.state, static_cast<uint32_t>(WindowState::failed))));
-  if (snapshot.doing != Doing::tick && snapshot.doing != Doing::finish) record.bucket.reset();
+  record.of_parameters = snapshot.doing == Doing::gather;
+  if (snapshot.doing != Doing::tick && snapshot.doing != Doing::finish && !record.of_parameters) record.bucket.reset();
   if (snapshot.device_wait) {
     record.device = snapshot.device_wait->has_begun ? Record::Device::waits : Record::Device::computes;
     record.bucket = snapshot.device_wait->bucket;
+    record.of_parameters = snapshot.device_wait->of_parameters;
     record.windows = snapshot.device_wait->window - 1;
     record.seconds = snapshot.device_seconds;
   }
   record.buckets = snapshot.buckets.size();
-  if (record.bucket && *record.bucket < snapshot.buckets.size()) {
+  if (record.bucket && *record.bucket < snapshot.buckets.size() && !record.of_parameters) {
     record.bytes = snapshot.buckets[*record.bucket].bytes;
     record.collectives = in_words(snapshot.buckets[*record.bucket].collectives);
   }

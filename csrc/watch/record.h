@@ -34,8 +34,9 @@ struct Record : OfProcess, Position, OfGradients, BesideThePage {
   double still = 0;     // seconds since anything changed; a gradient that comes is a change
   std::string state;    // of the window
   size_t buckets = 0;
-  uint64_t bytes = 0;       // of `bucket`
-  std::string collectives;  // that carry the bucket, by c10d's numbers, in words
+  uint64_t bytes = 0;          // of `bucket`
+  std::string collectives;     // that carry the bucket, by c10d's numbers, in words
+  bool of_parameters = false;  // the bucket's, not its gradients
 
   // The rank has removed its page. What is said above may be old, except which rank it is. Not written to the store.
   bool is_stale = false;

@@ -172,6 +172,7 @@ bool StallWatch::stands_still(double still, double patience) const {
     case Doing::tick:
     case Doing::finish:
     case Doing::closing:
+    case Doing::gather:
       return true;
     case Doing::forward:
     case Doing::backward:

@@ -189,7 +189,8 @@ class ShardedOptimizer(Optimizer, OfParts, Joinable):
             closure: computes the loss again, and returns it.
 
         Raises:
-            RuntimeError: the last backward failed or left gradients out; or a gradient was not synchronised.
+            RuntimeError: the last backward failed or left gradients out; a gradient was not synchronised; or parameters
+                did not come from other ranks, now or after the last step.
         """
         loss = None
         if closure is not None:
@@ -212,6 +213,10 @@ class ShardedOptimizer(Optimizer, OfParts, Joinable):
         else:
             shards.wait_where_read(self._model.module)
         return loss
+
+    def check_parameters(self) -> None:
+        """Raise RuntimeError if the gather of parameters has failed, so that some of them are old."""
+        self.shards.check()
 
     def parameters_ready(self) -> None:
         """Wait until all parameters of the last :meth:`step` are here. On a device only the current stream waits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from fastddp import _C
 from fastddp.bucket_plan import Buckets
+from fastddp.errors import see
 from fastddp.in_force import InForce
 from fastddp.module.main_gradients import without_memory
 from fastddp.sharding.arriving import ModulesWithArriving
@@ -67,6 +69,7 @@ class Shards:
         setting = now.setting
         self.group = group = setting.sharding_group
         self.plan: Buckets = setting.plan
+        self._names = setting.names
         self.sharding = _C.Sharding(
             setting.parameters,
             setting.names,
@@ -86,6 +89,7 @@ class Shards:
             id(self._parameters[index]): number for number, bucket in enumerate(self.plan) for index in bucket
         }
         self._arriving: ModulesWithArriving | None = None
+        self._incomplete: dict[int, int] = {}  # versions of parameters whose gather has failed
         self.versions = [parameter._version for parameter in self._parameters]
 
     def _lay_out(self, number: int, bucket: Sequence[int], wire: torch.dtype | None) -> OneBucket:
@@ -158,8 +162,8 @@ class Shards:
         for span in bucket.spans:
             if (part := of_span(span)) is not None:
                 _C.view_of(flat, span.like, span.place).copy_(part)
-        self._gather.start(number, flat)
-        self._gather.wait(number)
+        self._reducer.send_parameters(self._gather, number, flat)
+        self._reducer.await_parameters(self._gather, number)
         return flat
 
     # ------------------------------------------------------------------------------------------------------- a step
@@ -190,13 +194,15 @@ class Shards:
         travels = bucket.flat if bucket.travels is None else bucket.travels
         if bucket.main is not None:
             travels[own].copy_(bucket.main)
-        self._gather.start(number, travels)
+        with self._noting_failure(number):
+            self._reducer.send_parameters(self._gather, number, travels)
 
     def wait_for(self, number: int) -> None:
         """Until bucket ``number`` is here. On a device only the current stream waits."""
         if not self._gather.is_on_its_way(number):
             return
-        self._gather.wait(number)
+        with self._noting_failure(number):
+            self._reducer.await_parameters(self._gather, number)
         bucket = self.buckets[number]
         if bucket.travels is not None:
             bucket.flat.copy_(bucket.travels)
@@ -208,12 +214,35 @@ class Shards:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Until all parameters are here."""
+        """Until all parameters are here.
+
+        Raises:
+            RuntimeError: their gather fails, or has failed.
+        """
+        self.check()
         for number in reversed(range(len(self.buckets))):
             self.wait_for(number)
         if self._arriving is not None:
             self._arriving.end()
             self._arriving = None
+
+    @contextmanager
+    def _noting_failure(self, number: int) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._incomplete.update((index, self._parameters[index]._version) for index in self.plan[number])
+            raise
+
+    def check(self) -> None:
+        """Raise RuntimeError if a gather of parameters has failed, and nobody has written to them since."""
+        for index, version in self._incomplete.items():
+            if self._parameters[index]._version == version:
+                raise RuntimeError(
+                    f"fastddp: parameter {self._names[index]} is incomplete: after the optimizer's last step this rank "
+                    "did not get what other ranks had stepped. Start again from the last checkpoint." + see("FD044")
+                )
+        self._incomplete.clear()
 
     def wait_where_read(self, module: nn.Module) -> None:
         """Let parameters arrive. Who reads one through ``module`` or a module in it waits for its bucket."""

@@ -75,7 +75,8 @@ class SlowRanks:
         numbers = torch.full((COLUMNS,), math.nan, dtype=torch.float64, pin_memory=self._device.type != "cpu")
         if step is not None:
             times = step.times()
-            said = row(step.window, times.next, split_of(times).exposed, times.own)
+            exposed = split_of(times).exposed + times.gather_after
+            said = row(step.window, times.next, exposed, times.own)
             numbers.copy_(torch.tensor(said, dtype=torch.float64))
         self._sent.append(Gathering(numbers.to(self._device, non_blocking=True), self._process_group))
 

@@ -66,6 +66,22 @@ def test_hooks_have_names_for_what_they_do(rank: int, hook: str, expected: dict[
     assert found["pack", "0"] == 2
 
 
+@on_ranks(2)
+def test_parameters_that_ranks_have_stepped_have_names_when_they_leave_and_when_they_are_waited_for(rank: int) -> None:
+    layers = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    ddp = fastddp.DistributedDataParallel(layers, bucket_cap_mb=1e-6)
+    optimizer = fastddp.ShardedOptimizer(ddp, torch.optim.SGD, lr=0.1)
+    ddp(torch.ones(2, 8)).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    ranges = sorted((event.time_range.start, event.name) for event in profile.events())
+    sizes = [bucket.flat.nbytes for bucket in optimizer.shards.buckets]
+    assert [name for _, name in ranges if name.startswith("fastddp.")] == [
+        *(f"fastddp.gather bucket={bucket} bytes={sizes[bucket]} wire=float32" for bucket in (1, 0)),
+        *(f"fastddp.await bucket={bucket}" for bucket in (1, 0)),
+    ]
+
+
 TRAIN = """
 import torch, torch.distributed as dist, fastddp
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -28,6 +28,7 @@ def report(buckets: list[Bucket], computed: float, end: float, next: float, **ot
     """Of buckets that are ready, start and end, and of what else the reducer samples."""
     times: Any = SimpleNamespace(computed=computed, end=end, next=next, blocked=0.0, rest_start=NAN, rest_end=NAN)
     times.buckets = [SimpleNamespace(ready=ready, start=start, end=end) for ready, start, end in buckets]
+    times.gather_before = times.gather_after = 0.0
     vars(times).update(others)
     return StepReport.of(times, [(f"{index}.weight", f"{index}.bias", 1000) for index in range(len(buckets))])
 
@@ -45,6 +46,7 @@ TWO = report([(2, 2, 6), (4, 5, 12)], computed=10, end=12, next=15)
         # What travels in no bucket, together with a bucket and behind it.
         (report([(2, 2, 6)], computed=5, end=12, next=12, rest_start=5, rest_end=10), (4, 3, 5, 0)),
         (report([(2, 2, 8)], computed=9, end=10, next=12, blocked=5), (4, 1, 5, 0)),  # backward waits for a collective
+        (report([(4, 5, 9)], computed=10, end=11, next=20, gather_before=3, gather_after=5), (4, 4, 3, 0)),
         (report([(2, 2, 4), (NAN, NAN, NAN)], computed=10, end=10, next=11), (8, 2, 0, 0)),  # one on another device
     ],
 )
@@ -126,6 +128,32 @@ def test_the_wait_for_a_late_rank_is_exposed(rank: int, hook: str) -> None:
     exposed = [found.split.exposed for found in sampled(rank, 0.0, 0.1, hook, 1, 8)[-3:]]
     # On a busy machine not each time.
     assert max(exposed) > 60 if rank == 0 else min(exposed) < 40
+
+
+class Late(torch.optim.SGD):
+    """On rank 1."""
+
+    def step(self, closure: Any = None) -> None:
+        time.sleep(0.1 * torch.distributed.get_rank())
+        super().step()
+
+
+@pytest.mark.tier("slow", but_one_in=2)
+@pytest.mark.parametrize("gather", ["step", "forward"])
+@on_ranks(2)
+def test_the_wait_for_parameters_is_exposed_where_the_forward_reads_them(rank: int, gather: Any) -> None:
+    model = fastddp.DistributedDataParallel(TwoLayers())
+    optimizer = fastddp.ShardedOptimizer(model, Late, gather=gather, lr=0.1)
+    model.sample_steps(1)
+    exposed = []
+    for _ in range(6):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        report = model.step_report()
+        exposed += [report.split.exposed] if report else []
+    # On a busy machine not each time.
+    assert max(exposed) > 60 if (rank, gather) == (0, "forward") else min(exposed) < 40
 
 
 class Rows(nn.Module):

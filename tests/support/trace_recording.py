@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,15 +19,27 @@ STEPS = 4
 
 
 def record(
-    rank: int, folder: Path, wrapper: Literal["fastddp", "torch"], hook: str = "none", suffix: str = ".json"
+    rank: int,
+    folder: Path,
+    wrapper: Literal["fastddp", "torch"],
+    hook: str = "none",
+    suffix: str = ".json",
+    gather: Any = None,
 ) -> Path:
-    """Three layers of 256 KiB, a bucket each; recorded after buckets have been rebuilt. Returns the file."""
+    """Three layers of 256 KiB, a bucket each; recorded after buckets have been rebuilt. Returns the file.
+
+    ``gather``: of a sharded optimizer.
+    """
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(3)])
     kind = fastddp.DistributedDataParallel if wrapper == "fastddp" else DistributedDataParallel
     model = kind(layers, bucket_cap_mb=0.2)
     register(model, hook)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = (
+        torch.optim.SGD(model.parameters(), 0.01)
+        if gather is None
+        else fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.01, gather=gather)
+    )
 
     def step() -> None:
         model(torch.ones(256, 256)).square().mean().backward()

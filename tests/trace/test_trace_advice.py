@@ -10,7 +10,7 @@ import pytest
 
 from fastddp.split import Split
 from fastddp.tools.trace.advice import advise
-from fastddp.tools.trace.names import STATUS
+from fastddp.tools.trace.names import GATHER, STATUS
 from fastddp.tools.trace.report import BucketReport, Idle
 from test_trace_ranks import rank_trace
 from trace_files import FORWARD, LAUNCHER, NCCL, ChromeTrace, Trace, bucket, report
@@ -54,6 +54,12 @@ OF_THE_STATUS = and_in_each_step(
     rank_trace(0),
     lambda trace, t: trace.range(t + 89.75, t + 90.25, STATUS, LAUNCHER).gloo(t + 90, t + 90, t + 95, None),
 )
+OF_PARAMETERS = and_in_each_step(
+    rank_trace(0),
+    lambda trace, t: trace.range(t + 89.75, t + 90.25, f"{GATHER} bucket=1", LAUNCHER).gloo(
+        t + 90, t + 90, t + 95, None
+    ),
+)
 TRACES: dict[str, tuple[list[ChromeTrace], str]] = {
     "what is hidden needs none": ([HIDDEN], "hidden: of 49.00 ms a step, 0.00 ms are exposed"),
     "a run that sends nothing": ([ChromeTrace().operator(0, 30)], "No communication was recorded"),
@@ -81,8 +87,13 @@ TRACES: dict[str, tuple[list[ChromeTrace], str]] = {
         "5.00 ms of exposed communication belong to no bucket: all_reduce 5.00",
     ),
     "the status of a step has its name": ([OF_THE_STATUS], "fastddp.status 5.00 ms (fastddp.status ends each step"),
+    "so do parameters that are gathered": ([OF_PARAMETERS], "fastddp.gather 5.00 ms (fastddp.gather brings what"),
 }
-OF_NO_BUCKET = ("what is exposed of no bucket", "the status of a step has its name")
+OF_NO_BUCKET = (
+    "what is exposed of no bucket",
+    "the status of a step has its name",
+    "so do parameters that are gathered",
+)
 ALONE = ("what is hidden needs none", "a run that sends nothing")
 FIRST = (*ALONE, "where ranks wait for one", "half the cap of torch")
 

@@ -67,9 +67,26 @@ def test_of_steps_under_torchs_ddp(ranks: RankPool, tmp_path: Path) -> None:
     assert all(bucket.first is None for bucket in report_of(tmp_path, "torch DDP").buckets)
 
 
-@pytest.mark.parametrize("hook", ["none", "bf16", "python", "PowerSGD"])
+def test_parameters_that_are_gathered_are_counted_by_name_and_drawn_as_their_buckets(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(record, 2, tmp_path, "fastddp", gather="step")
+    (report,) = read_reports([tmp_path])
+    assert [bucket.bucket for bucket in report.buckets] == [0, 1, 2]
+    [gathers] = [one for one in report.collectives if one.kind == names.GATHER]
+    assert not gathers.of_buckets
+    assert gathers.count == 6  # to and from the other rank
+    assert gathers.bytes is not None
+    for timeline in report.timelines:
+        of_none = [one.name for one in timeline.intervals if one.what == "collective" and one.bucket is None]
+        assert set(of_none) <= {"gloo:all_reduce"}  # which ends a step
+        assert {one.bucket for one in timeline.intervals if one.name.startswith("fastddp.await")} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("hook", ["none", "bf16", "python", "PowerSGD", "sharded"])
 def test_every_name_of_a_real_step_is_read_again_without_a_loss(ranks: RankPool, tmp_path: Path, hook: str) -> None:
-    path = ranks.run(record, 1, tmp_path, "fastddp", hook)[0]
+    gather = "step" if hook == "sharded" else None
+    path = ranks.run(record, 1, tmp_path, "fastddp", "none" if gather else hook, gather=gather)[0]
     found = set(re.findall(r'"name": "(fastddp\.[^"]*)"', path.read_text()))
     assert found == recorded_names(path)
     assert {"step", "window", "gradient", "collective"} <= {names.parse(text).what for text in found}

@@ -33,6 +33,11 @@ def diagnose(records: list[str], ranks: int) -> StallReport:
     return StallReport.of(_C.diagnose(records, ranks))
 
 
+def gathers(rank: int, **fields: Any) -> str:
+    """A rank that waits for the parameters of bucket 1 of 3, behind step 6."""
+    return record(rank, **{"doing": "gather", "of_parameters": 1, "state": "finished", "bytes": 0} | fields)
+
+
 SILENT = ""  # a rank that has written nothing
 
 
@@ -42,7 +47,9 @@ RAISED = elsewhere(2, "after_backward", state="reducing")  # its backward has
 GONE = elsewhere(3, "forward", life="gone")
 FOLLOWED = [elsewhere(rank, "after_backward", state="reducing", life="gone") for rank in (2, 3)]
 IN_FORWARD = [elsewhere(0, "forward"), elsewhere(1, "forward")]
+IN_STEP = elsewhere(1, "optimizer")
 COMPUTES = elsewhere(2, "after_backward", bucket=1, device="computes")
+GATHER = [gathers(0), gathers(1)]
 AHEAD = [elsewhere(rank, "after_optimizer", bucket=1, device="waits") for rank in (0, 1, 2)]
 
 
@@ -87,6 +94,14 @@ AHEAD = [elsewhere(rank, "after_optimizer", bucket=1, device="waits") for rank i
         ([*WAIT, record(2, sequence=41)], [("other_collective", [2])]),
         ([record(0), record(1, bytes=2048)], [("other_shapes", [0, 1])]),  # nobody knows which of two is right
         ([*WAIT, SILENT, SILENT], [("silent", [2, 3])]),
+        # Who waits for parameters waits for others.
+        ([*GATHER, elsewhere(2, "optimizer", state="finished")], [("optimizer", [2])]),
+        ([*GATHER, elsewhere(2, "after_backward", state="finished")], [("after_backward", [2])]),
+        ([*GATHER, elsewhere(2, "optimizer", life="gone")], [("gone", [2])]),
+        ([*GATHER, gathers(2, followed=1, life="gone"), elsewhere(3, "optimizer", life="gone")], [("gone", [3])]),
+        ([*GATHER, record(2)], [("other_order", [2])]),
+        ([*GATHER, gathers(2, bucket=0)], [("other_order", [2])]),
+        (GATHER, [("network", [])]),
         # The network; one that carries bytes is slow.
         (WAIT, [("network", [])]),
         ([record(0, unanswered=["10.0.0.1"]), record(1), SILENT], [("network", []), ("silent", [2])]),
@@ -99,6 +114,7 @@ AHEAD = [elsewhere(rank, "after_optimizer", bucket=1, device="waits") for rank i
         ([*AHEAD[:2], COMPUTES], [("device", [2])]),
         ([*AHEAD[:2], elsewhere(2, "forward")], [("forward", [2])]),
         (AHEAD, [("network", [])]),
+        ([elsewhere(0, "forward", bucket=1, device="waits", of_parameters=1), IN_STEP], [("optimizer", [1])]),
     ],
 )
 def test_cause_and_ranks_are_found(records: list[str], found: list[tuple[str, list[int]]]) -> None:
@@ -141,6 +157,11 @@ LOADER = "torch/utils/data/dataloader.py:1 __next__: data = self._next_data()"
         ([record(0, moved=10.0), record(1, moved=5000.0)], ["0.01 MB a second"]),
         ([*WAIT, elsewhere(2, "forward", ends=1)], ["is ending (process 102 on node). It was in forward."]),
         ([*AHEAD[:2], COMPUTES], ["waiting for bucket 1 of 3 on the device", "does not come to bucket 1 of 3"]),
+        ([gathers(0), gathers(2), IN_STEP], ["2 of 3 ranks are waiting for the parameters of bucket 1 of 3, for"]),
+        (
+            [elsewhere(0, "forward", bucket=1, device="waits", of_parameters=1), IN_STEP],
+            ["waiting for the parameters of bucket 1 of 3 on the device"],
+        ),
         ([*WAIT, elsewhere(2, "after_optimizer", stack=[LOADER])], ["waits for its data loader"]),
         ([*WAIT, elsewhere(2, "after_optimizer", stack=["(3 calls in torch/utils/data)"])], ["its data loader"]),
         ([*WAIT, elsewhere(2, "after_optimizer", stack=[OWN_LOADER])], [OWN_LOADER]),

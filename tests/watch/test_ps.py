@@ -89,6 +89,9 @@ SENT = (live.Collectives(0, 7, 8),)
         ("finish", "reducing", {}, {"bucket": 0, "collectives": SENT}, "waits for bucket 0 of 3"),
         ("finish", "reducing", {"bucket": None}, NOTHING, "waits for a bucket"),
         ("closing", "reducing", {}, OPEN, "waits for the end of the step"),
+        # Parameters are waited for behind a step, or in the next forward.
+        ("gather", "finished", {}, ENDED | {"bucket": 0, "collectives": ()}, "waits for parameters of bucket 0 of 3"),
+        ("gather", "idle", {"bucket": 2}, OPEN | {"bucket": 2}, "waits for parameters of bucket 2 of 3"),
         # The last gradient has its bucket.
         ("forward", "idle", {"last_parameter": None}, {"last_parameter": None, "last_bucket": None}, "in forward"),
         ("forward", "idle", {"last_parameter": 5}, {"last_parameter": "f", "last_bucket": 2}, "in forward"),

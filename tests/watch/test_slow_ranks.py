@@ -65,12 +65,17 @@ class Layers(nn.Module):
 
 
 class Training:
-    def __init__(self, is_slow: bool, with_hook: bool = True, **options: Any) -> None:
+    def __init__(self, is_slow: bool, with_hook: bool = True, gather: Any = None, **options: Any) -> None:
+        """``gather``: of a sharded optimizer."""
         self.module = Layers(is_slow)
         self.model = fastddp.DistributedDataParallel(self.module, **options)
         if with_hook:
             self.model.register_comm_hook(None, self.module.mean)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.optimizer = (
+            torch.optim.SGD(self.model.parameters(), lr=1e-3)
+            if gather is None
+            else fastddp.ShardedOptimizer(self.model, torch.optim.SGD, gather=gather, lr=1e-3)
+        )
         self.optimizer.register_step_pre_hook(lambda *_: self.module.nap("optimizer"))
 
     def step(self, micro_batches: int = 1) -> None:
@@ -85,16 +90,20 @@ class Training:
 
 
 @pytest.mark.tier("slow", but_one_in=2)
-@pytest.mark.parametrize(("micro_batches", "bucket_cap_mb"), [(1, 1e-6), (3, None)], ids=["buckets", "accumulating"])
+@pytest.mark.parametrize(
+    ("micro_batches", "bucket_cap_mb", "gather"),
+    [(1, 1e-6, None), (3, None, None), (1, 1e-6, "step"), (1, 1e-6, "forward")],
+    ids=["buckets", "accumulating", "gather in step", "gather in forward"],
+)
 @on_ranks(2)
 def test_own_times_are_those_of_the_phase_in_which_a_rank_sleeps(
-    rank: int, micro_batches: int, bucket_cap_mb: float | None
+    rank: int, micro_batches: int, bucket_cap_mb: float | None, gather: str | None
 ) -> None:
     """The least of some steps."""
-    training = Training(rank == 0, bucket_cap_mb=bucket_cap_mb)
+    training = Training(rank == 0, with_hook=gather is None, gather=gather, bucket_cap_mb=bucket_cap_mb)
     training.step()
     training.model.sample_steps(1, compare_ranks=True)
-    for place in PHASES:
+    for place in PHASES if gather is None else ("outside", "optimizer"):
         training.module.where = place
         seen = []
         for _ in range(6):

@@ -52,6 +52,38 @@ def test_a_report_names_the_rank_that_keeps_others_waiting_and_where_it_is(rank:
     assert re.search(r"step 7 went on after \d+\.\d s \(20", report)
 
 
+class Held(torch.optim.SGD):
+    """Its step does not begin, where ``holds`` is set, before somebody has noticed."""
+
+    holds = False
+
+    def step(self, closure: Any = None) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        while self.holds and not store.check(["fastddp/stall/1/report/4"]):
+            time.sleep(0.1)
+        super().step()
+
+
+@pytest.mark.parametrize("gather", ["step", "forward"])
+@on_ranks(2)
+def test_who_waits_for_parameters_names_the_rank_that_has_not_stepped(rank: int, gather: Any) -> None:
+    reports: list[fastddp.StallReport] = []
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = fastddp.DistributedDataParallel(layers, bucket_cap_mb=0, watch=fastddp.Watch(reports.append, patience=1.0))
+    optimizer = fastddp.ShardedOptimizer(model, Held, gather=gather, lr=0.1)
+    for step in range(5):
+        Held.holds = step == 3 and rank == 1
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == 0:
+        assert until(lambda: reports)
+        [report] = reports
+        assert [(cause.cause, cause.ranks) for cause in report.causes] == [("optimizer", (1,))]
+        assert "1 of 2 ranks are waiting for the parameters of bucket 3 of 4" in report.headline
+        assert any("test_stalls.py" in line for line in report.stack)
+
+
 @on_ranks(2)
 def test_an_interrupted_model_is_of_no_use_and_says_why(rank: int) -> None:
     model = fastddp.DistributedDataParallel(nn.Linear(2, 2))
@@ -258,6 +290,25 @@ def test_who_keeps_a_device_waiting_is_named_in_a_report_or_an_error(rank: int, 
         assert report.causes[0].cause in ("outside", "after_backward")
         assert "waiting for bucket 0 of" in report.headline
         assert "on the device" in report.headline
+
+
+@on_ranks(2, pool="simulated_ranks")
+def test_a_device_that_waits_for_parameters_names_the_rank_that_has_not_stepped(rank: int) -> None:
+    """Rank 0's host is past its step."""
+    reports: list[fastddp.StallReport] = []
+    model = on_device(watch=fastddp.Watch(reports.append, patience=0.5))
+    optimizer = fastddp.ShardedOptimizer(model, Held, lr=0.1)
+    for number in range(4):
+        Held.holds = number == 3 and rank == 1
+        step(model)
+        fake_cuda.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert rank == 1 or until(lambda: bool(reports))
+    fake_cuda.synchronize()
+    for report in reports:
+        assert [(cause.cause, cause.ranks) for cause in report.causes] == [("optimizer", (1,))]
+        assert "waiting for the parameters of bucket 3 of 4 on the device" in report.headline
 
 
 @on_ranks(2, pool="simulated_ranks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,13 @@ def forks():
         os._exit(0)
     os.wait()
 def goes_on(): return False
+def ends_in_step(): return False  # see Steps
+
+class Steps(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        if self.param_groups[0]["lr"] == 0.0:
+            sys.exit(0)
 
 def train(rank, ends, port, errors):
     torch.set_num_threads(1)
@@ -34,6 +42,7 @@ def train(rank, ends, port, errors):
     if ends is exits_at_once:  # others fail in forward: they wait for buffers
         module = torch.nn.Sequential(module, torch.nn.BatchNorm1d(8))
     model = fastddp.DistributedDataParallel(module)
+    optimizer = fastddp.ShardedOptimizer(model, Steps, lr=0.1) if ends is ends_in_step else None
     try:
         for step in range(6):
             if step == 1:
@@ -41,15 +50,23 @@ def train(rank, ends, port, errors):
             if step == 4 and rank == 1 and ends():
                 return
             model(torch.ones(2, 8)).sum().backward()
+            if optimizer is not None:
+                optimizer.param_groups[0]["lr"] = 0.0 if step == 4 and rank == 1 else 0.1
+                optimizer.step()
+                optimizer.zero_grad()
         errors.put([read_page(path).process_ends for path in shared_pages(os.getpid())])
     except RuntimeError as error:
-        errors.put(str(error))
+        said = [str(error)]
+        for again in (lambda: model(torch.ones(2, 8)), optimizer.step) if optimizer is not None else ():
+            try: again()
+            except RuntimeError as error: said.append(str(error))
+        errors.put(said)
         errors.close()
         errors.join_thread()
         os._exit(1)  # as many launchers' children do
 
 context = multiprocessing.get_context("fork")
-for ends in (exits_at_once, raises, has_no_batch_left, forks, goes_on):
+for ends in (exits_at_once, raises, has_no_batch_left, ends_in_step, forks, goes_on):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     errors = context.Queue()
     ranks = [context.Process(target=train, args=(rank, ends, store.port, errors)) for rank in range(3)]
@@ -74,11 +91,21 @@ def test_whoever_waits_for_a_rank_that_has_ended_says_so_in_its_error() -> None:
     ]:
         errors, _ = runs[ends]
         assert len(errors) == 2
-        for error in errors:
+        for (error,) in errors:
             assert "step 5 has failed on rank" in error
             assert "because rank 1 is gone" in error
             assert words in error
             assert error.endswith(see("FD015"))
             assert ("Out of memory" in error) == (ends == "exits_at_once")
+    # Behind its fifth step a rank ends before others have its parameters.
+    errors, _ = runs["ends_in_step"]
+    assert len(errors) == 2
+    for error, *later in errors:
+        assert re.search(r"rank 1 has ended \(process \d+ on .*\)\. It was in the optimizer's step", error)
+        assert error.endswith(see("FD015"))
+        assert [re.match(r"fastddp: parameter (weight|bias) is incomplete", of) is not None for of in later] == [
+            True
+        ] * 2
+        assert all(of.endswith(see("FD044")) for of in later)
     # Forked ranks that train to the end leave nothing; while they train, no page says that its rank ends.
     assert runs["forks"] == runs["goes_on"] == ([[False]] * 3, 0)

@@ -124,7 +124,7 @@ def live_rank(snapshot: Snapshot, path: str) -> LiveRank:
     names, state, doing = snapshot.names, snapshot.state, snapshot.doing
     # A window is idle while its first forward runs, and also before any has begun.
     is_open = state in ("accumulating", "armed", "reducing", "partial") or (
-        state == "idle" and doing in ("forward", "after_forward")
+        state == "idle" and doing in ("forward", "gather", "after_forward")
     )
     bucket, missing = _about(snapshot)
     last = snapshot.last_parameter
@@ -173,7 +173,7 @@ def _collectives(snapshot: Snapshot, bucket: int | None) -> tuple[Collectives, .
 
 def _about(snapshot: Snapshot) -> tuple[int | None, list[int]]:
     """The bucket that a rank is busy with, and the parameters whose gradients it lacks."""
-    if snapshot.doing in ("tick", "finish"):
+    if snapshot.doing in ("tick", "finish", "gather"):
         return snapshot.bucket, []
     if snapshot.doing == "backward" and snapshot.state in ("armed", "reducing"):
         # All later buckets: while it is not known which parameters are used, all buckets start at the end.

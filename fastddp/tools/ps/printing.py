@@ -61,6 +61,8 @@ def in_words(rank: LiveRank) -> str:
             return _after_backward(rank)
         case "optimizer":
             return "in the optimizer"
+        case "gather":
+            return f"waits for parameters of {_bucket_of(rank)}"
         case "after_optimizer":
             return "outside: data loading, evaluation or other code"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastddp.split import Split
-from fastddp.tools.trace.names import STATUS
+from fastddp.tools.trace.names import GATHER, STATUS
 from fastddp.tools.trace.report import BucketReport, CollectiveReport, Idle
 from fastddp.tools.trace.wording import percent
 
@@ -76,6 +76,8 @@ def _on_no_bucket(
     named = ", ".join(f"{one.kind} {one.exposed:.2f} ms" for one in others[:MOST_KINDS] if one.exposed > 0)
     if others and others[0].kind == STATUS:
         what = f"{STATUS} ends each step with a few bytes: ranks wait there for the last one"
+    elif others and others[0].kind == GATHER:
+        what = f'{GATHER} brings what a ShardedOptimizer has stepped: gather="forward" lets it overlap the next forward'
     else:
         what = "sparse gradients, which parameters were used, or collectives of the script's own"
     return (

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fastddp.tools.trace.collectives import ALL_REDUCE
 from fastddp.tools.trace.intervals import Floats, Integers, length_between, open_between, union
-from fastddp.tools.trace.names import FORWARD, STATUS, Name
+from fastddp.tools.trace.names import FORWARD, OF_NO_BUCKET, PREFIX, Name
 from fastddp.tools.trace.recording import NONE, Recording
 from fastddp.tools.trace.report import Wrapper
 from fastddp.tools.trace.steps import DeviceClock, Steps
@@ -79,11 +79,12 @@ def runs_of(recording: Recording, steps: Steps) -> Runs:
         bucket = by_range[activities.range[chosen]]
         bucket[bucket >= _number_of_buckets(recording)] = NONE  # PowerSGD's last tick, after all buckets
     of_kind = [about.operation for about in recording.collectives]
-    kinds = (*dict.fromkeys(of_kind), STATUS)
+    kinds = (*dict.fromkeys(of_kind), *OF_NO_BUCKET)
     kind = np.array([kinds.index(one) for one in of_kind], dtype=np.int64)[activities.about[chosen]]
     names = [range_.name for range_ in recording.ranges]
-    ends_a_step = np.array([name is not None and name.what == "status" for name in names] + [False])
-    kind[ends_a_step[activities.range[chosen]]] = kinds.index(STATUS)
+    for own in OF_NO_BUCKET:
+        is_own = np.array([name is not None and PREFIX + name.what == own for name in names] + [False])
+        kind[is_own[activities.range[chosen]]] = kinds.index(own)
     return Runs(chosen, start, end, step, bucket, kind, kinds, _sizes(recording, chosen), launched)
 
 

@@ -13,6 +13,8 @@ PROFILER_STEP = "ProfilerStep#"  # of torch.profiler
 FORWARD = "DistributedDataParallel.forward"  # of both wrappers
 LOADER = "enumerate(DataLoader)"  # torch's, while the script waits for its next batch
 STATUS = "fastddp.status"  # ends a step, with a few bytes
+GATHER = "fastddp.gather"  # of parameters
+OF_NO_BUCKET = (STATUS, GATHER)  # what is launched in these ranges is none of a bucket's gradients
 NUMBERS = frozenset({"bucket", "of", "collective", "tick", "bytes"})
 MOST_BUCKETS = 100_000  # a larger number is damage, and its tables would fill the memory
 WORDS = frozenset({"wire", "first", "last", "parameter"})
@@ -27,7 +29,8 @@ def marks(step_range: str | None = None) -> tuple[str, ...]:
 class Name:
     """What a range of fastddp is about; None: its name does not say."""
 
-    what: str  # step, window, gradient, ready, pack, measure, collective, wait, unpack, project, status
+    what: str  # step, window, gradient, ready, pack, measure, collective, wait, unpack, project, status,
+    # gather, await
     bucket: int | None = None
     of: int | None = None  # buckets
     collective: int | None = None  # which of the bucket's

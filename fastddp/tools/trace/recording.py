@@ -27,6 +27,8 @@ _ON_HOST: dict[str, Kind] = {
     "project": "compute",
     "wait": "wait",
     "collective": "launch",
+    "gather": "launch",
+    "await": "wait",
 }
 # The kind of kernels launched in these ranges.
 _LAUNCHED_IN: dict[str, Kind] = {"pack": "pack", "unpack": "unpack"}

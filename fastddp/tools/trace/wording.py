@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from fastddp.split import Split
-from fastddp.tools.trace.names import STATUS
+from fastddp.tools.trace.names import OF_NO_BUCKET
 from fastddp.tools.trace.report import BucketReport, CollectiveReport, RankReport, Report
 
 UNKNOWN = "–"
@@ -113,7 +113,7 @@ def _blame(report: Report) -> str:
     """What has the largest share of the exposed time."""
     worst, other = culprit(report), other_culprit(report)
     if other and other.exposed > (worst.mean_exposed if worst else 0.0):
-        whose = other.kind if other.kind == STATUS else f"{other.kind} of no bucket"
+        whose = other.kind if other.kind in OF_NO_BUCKET else f"{other.kind} of no bucket"
         return f". The largest share is that of {whose}: {ms(other.exposed)}"
     if worst is None:
         return ""
