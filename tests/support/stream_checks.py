@@ -601,11 +601,11 @@ def sharded_gradients_follow_backward_and_parameters_the_step(casts: bool, adds_
             begin, end = sharding.runs(bucket)[0]
             gradients = [holder.grad * 1 for holder in holders[bucket] if holder.numel() > 0]
             flats[bucket][begin:end].fill_(total).mul_(2)
-            gather.start(bucket, flats[bucket])
+            engine.send_parameters(gather, bucket, flats[bucket])
             for gradient in gradients:
                 expect_about(gradient, total)
         for bucket in range(len(plan)):
-            gather.wait(bucket)
+            engine.await_parameters(gather, bucket)
             expect(flats[bucket] * 1, 2 * total)
 
 

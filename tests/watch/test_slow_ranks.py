@@ -92,8 +92,8 @@ class Training:
 @pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize(
     ("micro_batches", "bucket_cap_mb", "gather"),
-    [(1, 1e-6, None), (3, None, None), (1, 1e-6, "step"), (1, 1e-6, "forward")],
-    ids=["buckets", "accumulating", "gather in step", "gather in forward"],
+    [(1, 1e-6, None), (3, None, None), (1, 1e-6, "step")],
+    ids=["buckets", "accumulating", "gather"],
 )
 @on_ranks(2)
 def test_own_times_are_those_of_the_phase_in_which_a_rank_sleeps(
