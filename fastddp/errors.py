@@ -298,4 +298,11 @@ ERRORS = {
         "Give it all parameters that the model trains, one of those hooks, and shard=\"parameters\" for an optimizer "
         "that does not treat each element by itself.",
     ),
+    "FD043": Explanation(
+        "The saved state of a sharded optimizer does not fit",
+        "Each rank of a ShardedOptimizer saves its part of the state in state_dict(). The state that was given is of "
+        "another model, of another rank or of another number of ranks; or a part was used as a whole.",
+        "Take full_state_dict(), which any number of ranks and an optimizer that is not sharded can load; or save and "
+        "load by torch.distributed.checkpoint with its get_state_dict and set_state_dict.",
+    ),
 }

@@ -12,7 +12,8 @@ from torch import Tensor
 from fastddp.errors import see
 
 _ZEROING = (Tensor.zero_, torch._foreach_zero_)
-_HARMLESS = {
+HARMLESS = {
+    Tensor.detach_,
     Tensor.dim,
     Tensor.element_size,
     Tensor.is_complex,
@@ -58,7 +59,7 @@ class ShardedGradient(Tensor):
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Let through what reads no values; raise RuntimeError for everything else."""
-        if func in _HARMLESS:
+        if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _ZEROING:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,11 +15,13 @@ from fastddp import _C
 from fastddp.ddp import DistributedDataParallel
 from fastddp.errors import see
 from fastddp.in_force import InForce
+from fastddp.sharding import checkpoint
+from fastddp.sharding.notice import ShardedGradient
 from fastddp.sharding.scaler import OfParts, let_scalers_unscale_parts
 from fastddp.sharding.shards import OneBucket, Shards, Span
 from fastddp.sharding.state import gathered
 
-_GRADIENT, _MAIN = "fastddp.gradient", "fastddp.main"  # beside the names of an optimizer's state
+_GRADIENT, _MAIN = "fastddp.gradient", checkpoint.MAIN  # beside the names of an optimizer's state
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
@@ -70,12 +74,13 @@ class ShardedOptimizer(Optimizer, OfParts):
         given = list(model.parameters() if params is None else params)
         if given and isinstance(given[0], Tensor):
             given = [parameter for parameter in given if parameter.requires_grad]
+        self._inner: list[Optimizer] = []
+        self._has_stepped = False
         template = optimizer_class(given, **settings)  # checks the settings, and completes the groups
         super().__init__(template.param_groups, template.defaults)
         self._check_parameters()
         self.shards: Shards
         """Where parameters and this rank's part are."""
-        self._inner: list[Optimizer] = []
         model.engine.shard(self)
         let_scalers_unscale_parts()
 
@@ -107,6 +112,8 @@ class ShardedOptimizer(Optimizer, OfParts):
     def lay_out(self) -> _C.Sharding:
         """Put parameters into flat memory for the buckets in force; called by the model's engine."""
         before, inner_before = getattr(self, "shards", None), self._inner
+        if before is not None:
+            before.begin_step()  # copies in fp32 follow what others have written
         self.shards = Shards(self._model.engine.now, whole=self._whole, wire=self._wire)
         self._inner = [self._inner_of(bucket) for bucket in self.shards.buckets]
         if before is not None:
@@ -183,7 +190,11 @@ class ShardedOptimizer(Optimizer, OfParts):
         shards = self.shards
         with torch.no_grad():
             shards.begin_step()
+            if self._only_makes_state():
+                self._make_state(shards)
+                return loss
             self._check_gradients(shards)
+            self._has_stepped = True
             for number in reversed(range(len(shards.buckets))):  # in forward's order
                 self._step_bucket(shards, number)
                 shards.start_gather(number)
@@ -203,6 +214,25 @@ class ShardedOptimizer(Optimizer, OfParts):
             own.update(_settings_of(group))
         inner.step()
 
+    def _only_makes_state(self) -> bool:
+        """Whether torch.distributed.checkpoint steps with assigned zeros, so that there is state to load into."""
+        gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        if isinstance(gradients[0], ShardedGradient) or self.state:
+            return False
+        return not any(grad is None or isinstance(grad, ShardedGradient) or bool(grad.any()) for grad in gradients)
+
+    def _make_state(self, shards: Shards) -> None:
+        """Step with zeros, and leave parameters as they are."""
+        for number, bucket in enumerate(shards.buckets):
+            before = [span.holder.clone() for span in bucket.spans]
+            for span in bucket.spans:
+                span.holder.grad = torch.zeros_like(span.holder)
+            self._step_bucket(shards, number)
+            for span, values in zip(bucket.spans, before, strict=True):
+                span.holder.copy_(values)
+                span.holder.grad = None
+        self._has_stepped = True
+
     def _check_gradients(self, shards: Shards) -> None:
         """Drop the gradients that ``zero_grad`` has removed, and raise for those that are not averages."""
         parameters = self._model.engine.now.parameters
@@ -221,8 +251,77 @@ class ShardedOptimizer(Optimizer, OfParts):
             if span.parameter not in kept:
                 span.holder.grad = None
 
+    # -------------------------------------------------------------------------------------------------- checkpoints
 
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """This rank's part of the state, by parameter: a copy of the dictionaries. It is empty before the first step.
+
+        What has a number for each element is a :class:`fastddp.sharding.sharded_state.ShardedState`. {}: other ranks
+        have all of it.
+        """
+        return defaultdict(dict, self._held().part() if hasattr(self, "shards") else {})
+
+    @state.setter
+    def state(self, state: object) -> None:
+        """:class:`torch.optim.Optimizer` begins with an empty one."""
+
+    def _held(self) -> checkpoint.Held:
+        parameters = self._model.engine.now.parameters.tensors
+        return checkpoint.Held(self.shards, self._inner, parameters, self.param_groups, self._has_stepped)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's part of the state, in torch's form. Each rank loads what it has saved, under as many ranks.
+
+        ``torch.distributed.checkpoint`` with its ``get_state_dict`` and ``set_state_dict`` gives the parts of any
+        number of ranks. ``torch.load`` takes a part with ``weights_only=True``, once fastddp is imported. Copies in
+        fp32 of parameters of 16 bits are "fastddp.main". As in torch, tensors are the optimizer's own.
+        """
+        if checkpoint.wants_whole():
+            return self.full_state_dict()
+        self.shards.begin_step()
+        ranks = self._model.engine.now.process_group.size()
+        return {**super().state_dict(), checkpoint.BUCKETS: (ranks, self.shards.plan)}
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The whole state, as ``optimizer_class`` has it over a whole model: copies on the CPU. A collective.
+
+        ``optimizer_class(model.parameters(), ...)`` can load it, and so can a ShardedOptimizer on any number of ranks.
+
+        Args:
+            rank0_only: the other ranks get {}.
+        """
+        self.shards.begin_step()
+        keep = not rank0_only or self._model.engine.now.process_group.rank() == 0
+        state = self._held().whole(keep=keep)
+        return {"state": state, "param_groups": super().state_dict()["param_groups"]} if keep else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load what :meth:`state_dict` or :meth:`full_state_dict` has given, or an optimizer that is not sharded.
+
+        All ranks call it. The dictionaries in ``param_groups`` stay the same ones. The next step takes parameters for
+        those copies in fp32 that are not in the state, or do not round to the parameters.
+
+        Raises:
+            ValueError: it is the state of another model, or another rank's. Nothing has been loaded.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        engine = self._model.engine
+        saved = checkpoint.Saved(state_dict, self.param_groups, engine.now.parameters, any_shape=self._whole)
+        self.shards.wait()
+        if (plan := saved.other_plan(self.shards.plan, engine.now.process_group.size())) is not None:
+            engine.use_plan(plan, engine.now.setting.several_lanes)
+        saved.check_has(self.shards)
+        saved.install(self._held())
+        for group, of_saved in zip(self.param_groups, saved.groups, strict=True):
+            group.update(copy.deepcopy(_settings_of(of_saved)))
+        self._has_stepped = bool(saved.of_parameter)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 

@@ -171,7 +171,14 @@ class Shards:
                 self._parameters[index]._version != self.versions[index] for index in self.plan[number]
             ):
                 continue
-            bucket.main.copy_(bucket.flat[slice(*bucket.run)])
+            parameters, wire = bucket.flat[slice(*bucket.run)], bucket.wire or bucket.flat.dtype
+            bucket.main.copy_(torch.where(bucket.main.to(wire) == parameters, bucket.main, parameters))
+            for index in self.plan[number]:
+                self.versions[index] = self._parameters[index]._version
+
+    def compare_mains(self) -> None:
+        """Let the next step take parameters for those copies in fp32 that do not round to them."""
+        self.versions = [-1] * len(self._parameters)
 
     def start_gather(self, number: int) -> None:
         """The rank's part of bucket ``number`` has been stepped: send it to all, and receive theirs."""

@@ -77,5 +77,5 @@ def _described(span: Span, state: State) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def is_of_elements(value: object, like: Tensor) -> bool:
-    """Whether ``value`` has a value for each element of a span. One number says nothing about that."""
-    return isinstance(value, Tensor) and value.shape == like.shape and like.numel() > 1
+    """Whether ``value`` has a value for each element of a span. A scalar says nothing about that."""
+    return isinstance(value, Tensor) and value.shape == like.shape and like.dim() > 0
