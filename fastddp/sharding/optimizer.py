@@ -36,7 +36,8 @@ class ShardedOptimizer(Optimizer, OfParts):
         model: whose parameters to train. From now on they are views of one flat tensor a bucket, and ``parameter.grad``
             is a :class:`fastddp.sharding.notice.ShardedGradient` once backward has averaged it.
         optimizer_class: a class of ``torch.optim``, or one like it.
-        params: parameters or parameter groups; None: all of the model's.
+        params: parameters or parameter groups; None: all of the model's. Those that are left out have to come by
+            :meth:`add_param_group` before the first :meth:`step`.
         shard: "elements": every rank has the same number of elements of each bucket, for optimizers that treat each
             element by itself (SGD, Adam, AdamW, Adagrad, RMSprop, ...). "parameters": whole parameters, for all others
             (Muon, Adafactor, ...).
@@ -50,8 +51,8 @@ class ShardedOptimizer(Optimizer, OfParts):
     Raises:
         RuntimeError: the optimizer is made while gradients are being synchronised.
         TypeError: ``model`` is not a wrapper of fastddp's.
-        ValueError: a parameter is not the model's, or one of the model's is missing; ``optimizer_class`` needs whole
-            parameters; or gradients travel in a way that cannot be sharded.
+        ValueError: a parameter is not the model's; ``optimizer_class`` needs whole parameters; or gradients travel in
+            a way that cannot be sharded.
     """
 
     def __init__(
@@ -78,16 +79,36 @@ class ShardedOptimizer(Optimizer, OfParts):
         self._has_stepped = False
         template = optimizer_class(given, **settings)  # checks the settings, and completes the groups
         super().__init__(template.param_groups, template.defaults)
-        self._check_parameters()
         self.shards: Shards
         """Where parameters and this rank's part are."""
         model.engine.shard(self)
         let_scalers_unscale_parts()
 
-    def _check_parameters(self) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more parameters of the model, with settings of their own.
+
+        All parameters have to be there before the first :meth:`step`.
+
+        Args:
+            param_group: as in torch.
+
+        Raises:
+            ValueError: a parameter is not the model's, has sparse gradients or is in another group.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_trained(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        for number, inner in enumerate(self._inner):
+            inner.add_param_group(self._group_in(self.shards.buckets[number], group))
+
+    def _check_trained(self, group: dict[str, Any]) -> None:
         now = self._model.engine.now
         names = {id(parameter): name for name, parameter in now.parameters}
-        given = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        given = {id(parameter) for parameter in group["params"]}
         if not given <= names.keys():
             raise ValueError(
                 "A parameter that was given to ShardedOptimizer is not trained by the model. Give it parameters of the "
@@ -99,12 +120,16 @@ class ShardedOptimizer(Optimizer, OfParts):
                 f"The gradient of parameter {names[(given & sparse).pop()]} is sparse, and ShardedOptimizer steps with "
                 "dense ones. Pass params= without it, and give it to an optimizer that is not sharded." + see("FD042")
             )
-        missing = [name for number, name in names.items() if number not in given and number not in sparse]
-        if missing:
+
+    def _check_none_missing(self) -> None:
+        parameters = self._model.engine.now.parameters
+        given = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        given |= {id(parameters.tensors[index]) for index in parameters.sparse}
+        if missing := [name for name, parameter in parameters if id(parameter) not in given]:
             raise ValueError(
                 f"ShardedOptimizer leaves out {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}, and "
-                "another optimizer would find no gradient there. Give it all parameters that the model trains."
-                + see("FD042")
+                "another optimizer would find no gradient there. Give it all parameters that the model trains, in "
+                "params or by add_param_group." + see("FD042")
             )
 
     # ------------------------------------------------------------------------------------------------- where it is
@@ -150,13 +175,13 @@ class ShardedOptimizer(Optimizer, OfParts):
 
     def _inner_of(self, bucket: OneBucket) -> Optimizer:
         """The optimizer of this rank's part of a bucket."""
+        return self._class([self._group_in(bucket, group) for group in self.param_groups], **self._settings)
+
+    def _group_in(self, bucket: OneBucket, group: dict[str, Any]) -> dict[str, Any]:
         parameters = self._model.engine.now.parameters.tensors
         holders = {id(parameters[span.parameter]): span.holder for span in bucket.spans}
-        groups = []
-        for group in self.param_groups:
-            found = [holders[id(parameter)] for parameter in group["params"] if id(parameter) in holders]
-            groups.append({**_settings_of(group), "params": found})
-        return self._class(groups, **self._settings)
+        found = [holders[id(parameter)] for parameter in group["params"] if id(parameter) in holders]
+        return {**_settings_of(group), "params": found}
 
     def in_force(self) -> InForce:
         """Of the model."""
@@ -182,7 +207,10 @@ class ShardedOptimizer(Optimizer, OfParts):
 
         Raises:
             RuntimeError: the last backward failed or left gradients out; or a gradient was not synchronised.
+            ValueError: a parameter of the model is in no group.
         """
+        if not self._has_stepped:
+            self._check_none_missing()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -291,8 +319,10 @@ class ShardedOptimizer(Optimizer, OfParts):
         Args:
             rank0_only: the other ranks get {}.
         """
+        return self._full_state_dict(keep=not rank0_only or self._model.engine.now.process_group.rank() == 0)
+
+    def _full_state_dict(self, *, keep: bool) -> dict[str, Any]:
         self.shards.begin_step()
-        keep = not rank0_only or self._model.engine.now.process_group.rank() == 0
         state = self._held().whole(keep=keep)
         return {"state": state, "param_groups": super().state_dict()["param_groups"]} if keep else {}
 
