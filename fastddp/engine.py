@@ -378,9 +378,24 @@ class Engine:
 
     def shadow_window(self) -> None:
         """Take part in a window of the other ranks, without gradients."""
+        if self.sharded is not None:
+            self._window_of_zeros()
+            return
         if self._adds_up_weights():
             self.reducer.set_weighting(_C.Weighting.share, 0.0)  # because the other ranks use shares
         self.reducer.shadow_window()
+
+    def _window_of_zeros(self) -> None:
+        """A backward of this rank, so that it gets averages of its part, with which it steps for all."""
+        parameters = self.now.parameters.tensors
+        with torch.enable_grad():
+            self.reducer.begin_forward(True)
+            outputs = [0 * parameter.sum() for parameter in parameters]
+            self.reducer.end_forward()
+            for parameter in parameters:
+                parameter.grad = None
+            self.arm(outputs)
+            torch.autograd.backward(outputs)
 
     def telling_who_has_ended(self) -> AbstractContextManager[None]:
         """If a collective in this context fails, name in the error a rank of this machine that has ended."""

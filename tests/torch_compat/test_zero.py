@@ -1,7 +1,10 @@
-"""torch's ZeroRedundancyOptimizer and its distributed checkpoints over fastddp."""
+"""torch's ZeroRedundancyOptimizer, which fastddp shards where it can, and distributed checkpoints."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
 from torch.distributed.checkpoint import state_dict as states_of
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.utils import clip_grad_norm_
 
+import fastddp
+from on_ranks import on_ranks
 from ranks import RankPool
 from side_by_side import RESUMED, Trained, differences, resumed_elsewhere, same_training, under, without_buffers
 
@@ -29,9 +36,10 @@ _kept: list[dist.ProcessGroup | None] = []
 def wrapped(options: dict[str, Any], **of_zero: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     """The network under the DDP of the moment, and its optimizer, Adam unless another is named."""
     model = nn.parallel.DistributedDataParallel(without_buffers(), **options)
-    return model, ZeroRedundancyOptimizer(
-        model.parameters(), **{"optimizer_class": torch.optim.Adam, "lr": 0.01} | of_zero
-    )
+    zero = ZeroRedundancyOptimizer(model.parameters(), **{"optimizer_class": torch.optim.Adam, "lr": 0.01} | of_zero)
+    is_ours = isinstance(model, fastddp.DistributedDataParallel) and not of_zero.get("overlap_with_ddp")
+    assert isinstance(zero, fastddp.ShardedOptimizer) is is_ours
+    return model, zero
 
 
 def step(rank: int, model: nn.Module, number: int) -> None:
@@ -39,17 +47,24 @@ def step(rank: int, model: nn.Module, number: int) -> None:
     model(torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + rank))).square().mean().backward()
 
 
-def trained(rank: int, options: dict[str, Any], zero_options: dict[str, Any]) -> Trained:
+def trained(
+    rank: int, options: dict[str, Any], zero_options: dict[str, Any], max_norm: float | None = None
+) -> Trained:
     """With the optimizer's tensors, which rank 0 has collected from all."""
     model, zero = wrapped(options, **zero_options)
     for number in range(4):
         step(rank, model, number)
+        if max_norm is not None:
+            assert clip_grad_norm_(model.parameters(), max_norm) > max_norm
         zero.step()
     zero.consolidate_state_dict(to=0)
     found = Trained.of(model)
     if rank == 0:
         states: dict[int, dict[str, Tensor]] = zero.state_dict()["state"]
         found.others |= {f"momentum of {key}": states[key]["exp_avg"] for key in sorted(states) if states[key]}
+    else:
+        with pytest.raises(RuntimeError, match=r"has not been consolidated on this rank(.|\n)*\(to=1\)"):
+            zero.state_dict()
     return found
 
 
@@ -60,6 +75,7 @@ def trained(rank: int, options: dict[str, Any], zero_options: dict[str, Any]) ->
         (SEVERAL_BUCKETS, {"optimizer_class": torch.optim.SGD}, 0),
         (SEVERAL_BUCKETS, {"parameters_as_bucket_view": True}, 6),
         ({"gradient_as_bucket_view": True}, {"parameters_as_bucket_view": True}, 6),
+        (SEVERAL_BUCKETS, {"optimizer_class": torch.optim.Adafactor}, 0),  # takes whole parameters
     ],
 )
 def test_parameters_and_state_are_those_under_torchs_ddp(
@@ -67,6 +83,48 @@ def test_parameters_and_state_are_those_under_torchs_ddp(
 ) -> None:
     ours, _ = same_training(ranks, trained, options, zero_options)
     assert len(ours.others) == tensors
+
+
+def test_gradients_are_clipped_as_under_torchs_ddp(ranks: RankPool) -> None:
+    same_training(ranks, trained, SEVERAL_BUCKETS, {"optimizer_class": torch.optim.SGD}, 1e-3, rtol=1e-5)
+
+
+def uneven(rank: int) -> Trained:
+    """Rank 0 has three inputs, rank 1 five."""
+    model, zero = wrapped(SEVERAL_BUCKETS)
+    with Join([model, zero]):
+        for number in range(3 + 2 * rank):
+            step(rank, model, number)
+            zero.step()
+    return Trained.of(model)
+
+
+def test_a_rank_without_inputs_steps_its_part_as_under_torchs_ddp(ranks: RankPool) -> None:
+    same_training(ranks, uneven)
+
+
+def halves_of_zero(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
+    """Rank 0 saves for all."""
+    model, zero = wrapped(SEVERAL_BUCKETS)
+    if which == (2,):
+        of_model, of_zero = torch.load(folder)
+        model.module.load_state_dict(of_model)
+        zero.load_state_dict(of_zero)
+    for half in which:
+        for number in range(4 * half, 4 * half + 4):
+            step(rank, model, number)
+            zero.step()
+    if which == (1,):
+        zero.consolidate_state_dict()
+        if rank == 0:
+            torch.save((model.module.state_dict(), zero.state_dict()), folder)
+        dist.barrier()
+    return Trained.of(model)
+
+
+@RESUMED
+def test_a_consolidated_state_goes_on_under_either_ddp(ranks: RankPool, save_under: str, load_under: str) -> None:
+    assert ranks.run(resumed_elsewhere, 2, halves_of_zero, save_under, load_under) == [[], []]
 
 
 def overlapped(rank: int, hook: str, shard_buckets: bool, options: dict[str, Any]) -> Trained:
