@@ -15,7 +15,9 @@ from bench import harness
 
 UNCOMPRESSED = "uncompressed"  # what all others are compared with
 NUDGED = "nudged"  # likewise, with each first parameter moved by one rounding: what any change does in the end
-UNNOTICED = ("bf16", "fp16", "int8", "fp8")  # hooks that nobody should notice
+# With a sharded optimizer, with the hook that is named; rounded: parameters travel in bf16.
+SHARDED = ("sharded", "sharded-int8", "sharded-rounded", "sharded-int8-rounded")
+UNNOTICED = ("bf16", "fp16", "int8", "fp8", *SHARDED)  # what nobody should notice
 LOSSES = ("training_loss", "evaluation_loss")
 CLOSE = 0.02  # what a loss may be above that without compression to be called close
 

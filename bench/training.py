@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fastddp
 from bench import harness
 from bench.checks import digest
-from bench.losses import NUDGED, UNCOMPRESSED, UNNOTICED, draw, exit_if_wrong, task_table
+from bench.losses import NUDGED, SHARDED, UNCOMPRESSED, UNNOTICED, draw, exit_if_wrong, task_table
 from bench.pays_report import IN_TWO_LEVELS
 from bench.tasks import TASKS, Data, Task
 from fastddp import comm_hooks
@@ -142,7 +142,7 @@ def train(task: Task, setting: str, seed: int, power_sgd: PowerSGDOptions) -> Ou
             for parameter in network.parameters():
                 parameter.mul_(1 + torch.finfo(parameter.dtype).eps)
     model = wrap(network, setting, power_sgd)
-    optimizer = task.optimizer(model.parameters(), task.learning_rate)
+    optimizer = _optimizer_of(task, model, setting)
     losses, ends = torch.zeros(2, task.steps, dtype=torch.float64)
     dist.barrier()
     begin = time.perf_counter()
@@ -169,6 +169,8 @@ def wrap(model: nn.Module, setting: str, power_sgd: PowerSGDOptions) -> nn.Modul
     """The model under the DDP and with the hook of a setting; `-nodes` at its end: in two levels, where nodes are."""
     levels: dict[str, Any] = {"hierarchy": "node"} if setting.endswith(IN_TWO_LEVELS) else {}
     setting = setting.removesuffix(IN_TWO_LEVELS)
+    if setting in SHARDED:
+        setting = setting.removeprefix("sharded").removesuffix("-rounded").removeprefix("-") or UNCOMPRESSED
     if setting == "torch":
         return TorchDDP(model)
     match = _POWERSGD.fullmatch(setting)
@@ -185,6 +187,13 @@ def wrap(model: nn.Module, setting: str, power_sgd: PowerSGDOptions) -> nn.Modul
             None, getattr(comm_hooks, "auto_hook" if setting == "auto" else f"{setting}_compress_hook")
         )
     return ddp
+
+
+def _optimizer_of(task: Task, model: Any, setting: str) -> torch.optim.Optimizer:
+    if setting not in SHARDED:
+        return task.optimizer(model.parameters(), task.learning_rate)
+    wire = torch.bfloat16 if setting.endswith("-rounded") else None
+    return fastddp.ShardedOptimizer(model, task.optimizer, rate=task.learning_rate, parameter_wire=wire)
 
 
 def _register_power_sgd(ddp: Any, hooks: Any, rank: int, options: PowerSGDOptions) -> None:

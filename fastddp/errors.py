@@ -295,7 +295,7 @@ ERRORS = {
         "The optimizer cannot be sharded like this",
         "A ShardedOptimizer trains all dense parameters of its model, over the model's ranks. Its gradients travel as "
         "they are, as fp16, bf16 or 8 bits. Some optimizers need whole parameters.",
-        "Give it all parameters that the model trains, one of those hooks, and shard=\"parameters\" for an optimizer "
+        'Give it all parameters that the model trains, one of those hooks, and shard="parameters" for an optimizer '
         "that does not treat each element by itself.",
     ),
     "FD043": Explanation(

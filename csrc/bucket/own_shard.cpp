@@ -32,6 +32,13 @@ void OwnShard::take_back(size_t member, at::Tensor& gradient) {
   if (span && spans.held(*span).defined()) kept_[*span] = spans.held(*span).clone();
 }
 
+// It was made on the stream of a gradient.
+at::Tensor OwnShard::take_kept(size_t span) {
+  auto kept = std::exchange(kept_[span], {});
+  keep_for_current_stream(kept);
+  return kept;
+}
+
 void OwnShard::take(Bucket& bucket) {
   spans.window.reset();
   const auto& wire = bucket.wire.tensor();
@@ -40,7 +47,6 @@ void OwnShard::take(Bucket& bucket) {
   for (size_t span = 0; span < spans.size(); ++span) {
     const auto part = view_of(wire, spans.layout[span].like, static_cast<size_t>(place(span)));
     slots.push_back({spans.gradient_to_write(span), part});
-    bucket.window.kept.add(slots.back().gradient);
   }
   const BucketRange range("unpack", bucket);
   const auto found = spans.kernels->unpack(slots, /*measuring=*/true);
@@ -67,10 +73,10 @@ void OwnShard::finish(size_t member, at::Tensor& gradient) {
   const auto span = span_of_[member];
   if (!span) return;
   bump_version(spans.held(*span));
-  if (const auto kept = std::exchange(kept_[*span], {}); kept.defined()) {
-    spans.note_rewritten();
-    spans.held(*span).add_(kept);
-  }
+  const auto kept = take_kept(*span);
+  if (!kept.defined()) return;
+  spans.note_rewritten();
+  spans.held(*span).add_(kept);
 }
 
 void OwnShard::finish(Bucket& bucket) {
@@ -86,7 +92,7 @@ void OwnShard::restore(size_t member, at::Tensor& gradient) {
   taken_back_[member] = false;
   const auto span = span_of_[member];
   if (!span) return;
-  if (const auto kept = std::exchange(kept_[*span], {}); kept.defined()) about_to_write(spans.held(*span)).copy_(kept);
+  if (const auto kept = take_kept(*span); kept.defined()) about_to_write(spans.held(*span)).copy_(kept);
 }
 
 void OwnShard::add(const Bucket& bucket, size_t member, const at::Tensor& whole) {

@@ -53,6 +53,7 @@ class OwnShard {
 
  private:
   void bind(Bucket& bucket);
+  at::Tensor take_kept(size_t span);
 
   const Sharding::Run run_;
   const std::vector<int64_t> offsets_;          // of spans in the run

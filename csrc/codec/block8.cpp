@@ -128,8 +128,6 @@ class Block8Codec : public Codec, private Adder {
       if (spans.layout.length(span) == 0) continue;
       gradients.push_back({flat.of(spans, span, at::kFloat), bucket.shard->place(span) / format_.block});
       bump_version(spans.held(span));
-      bucket.window.kept.add(spans.held(span));
-      bucket.window.kept.add(gradients.back().gradient);
     }
     if (!gradients.empty()) spans.window.measured.push_back(coded.kernels->decode(gradients, coded.sum));
     flat.write_back();

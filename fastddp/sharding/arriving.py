@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,10 +64,14 @@ class Arriving(_Parameters):
 
 
 class ModulesWithArriving:
-    """The modules that have some of these parameters, between the step and the moment when all are here."""
+    """The modules that have some of these parameters, between the step and the moment when all are here.
 
-    def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
-        known = {id(parameter) for parameter in parameters}
+    Args:
+        model: the modules are in it.
+        known: identities of the parameters.
+    """
+
+    def __init__(self, model: nn.Module, known: Container[int]) -> None:
         self._modules = [
             module
             for module in model.modules()

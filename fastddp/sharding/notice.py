@@ -13,7 +13,6 @@ from fastddp.errors import see
 
 _ZEROING = (Tensor.zero_, torch._foreach_zero_)
 HARMLESS = {
-    Tensor.detach_,
     Tensor.dim,
     Tensor.element_size,
     Tensor.is_complex,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from fastddp import _C
@@ -17,15 +18,16 @@ from fastddp.errors import see
 from fastddp.in_force import InForce
 from fastddp.sharding import checkpoint
 from fastddp.sharding.notice import ShardedGradient
-from fastddp.sharding.scaler import OfParts, let_scalers_unscale_parts
+from fastddp.sharding.scaler import let_scalers_unscale_parts
 from fastddp.sharding.shards import OneBucket, Shards, Span
 from fastddp.sharding.state import gathered
+from fastddp.sharding.uneven import StepsToTheEnd
 
 _GRADIENT, _MAIN = "fastddp.gradient", checkpoint.MAIN  # beside the names of an optimizer's state
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
-class ShardedOptimizer(Optimizer, OfParts):
+class ShardedOptimizer(Optimizer, StepsToTheEnd):
     """An optimizer of which each rank has a part: its state takes 1/ranks of the memory.
 
     Gradients of ``model`` are added up where their part of the optimizer is, bucket by bucket during backward.
@@ -75,12 +77,12 @@ class ShardedOptimizer(Optimizer, OfParts):
         given = list(model.parameters() if params is None else params)
         if given and isinstance(given[0], Tensor):
             given = [parameter for parameter in given if parameter.requires_grad]
+        self._shards: Shards | None = None
         self._inner: list[Optimizer] = []
         self._has_stepped = False
         template = optimizer_class(given, **settings)  # checks the settings, and completes the groups
-        super().__init__(template.param_groups, template.defaults)
-        self.shards: Shards
-        """Where parameters and this rank's part are."""
+        Optimizer.__init__(self, template.param_groups, template.defaults)
+        Joinable.__init__(self)
         model.engine.shard(self)
         let_scalers_unscale_parts()
 
@@ -136,16 +138,16 @@ class ShardedOptimizer(Optimizer, OfParts):
 
     def lay_out(self) -> _C.Sharding:
         """Put parameters into flat memory for the buckets in force; called by the model's engine."""
-        before, inner_before = getattr(self, "shards", None), self._inner
+        before, inner_before = self._shards, self._inner
         if before is not None:
             before.begin_step()  # copies in fp32 follow what others have written
-        self.shards = Shards(self._model.engine.now, whole=self._whole, wire=self._wire)
-        self._inner = [self._inner_of(bucket) for bucket in self.shards.buckets]
+        self._shards = shards = Shards(self._model.engine.now, whole=self._whole, wire=self._wire)
+        self._inner = [self._inner_of(bucket) for bucket in shards.buckets]
         if before is not None:
             before.release()
             self._take_over(before, inner_before)
-        self.shards.install()
-        return self.shards.sharding
+        shards.install()
+        return shards.sharding
 
     @torch.no_grad()
     def _take_over(self, before: Shards, inner_before: list[Optimizer]) -> None:
@@ -183,6 +185,12 @@ class ShardedOptimizer(Optimizer, OfParts):
         found = [holders[id(parameter)] for parameter in group["params"] if id(parameter) in holders]
         return {**_settings_of(group), "params": found}
 
+    @property
+    def shards(self) -> Shards:
+        """Where parameters and this rank's part are."""
+        assert self._shards is not None
+        return self._shards
+
     def in_force(self) -> InForce:
         """Of the model."""
         return self._model.engine.now
@@ -206,9 +214,11 @@ class ShardedOptimizer(Optimizer, OfParts):
             closure: computes the loss again, and returns it.
 
         Raises:
-            RuntimeError: the last backward failed or left gradients out; or a gradient was not synchronised.
+            RuntimeError: the last backward failed or left gradients out; a gradient was not synchronised; or inputs are
+                uneven, and the optimizer is not joined beside the model.
             ValueError: a parameter of the model is in no group.
         """
+        self.check_joined()
         if not self._has_stepped:
             self._check_none_missing()
         loss = None
@@ -244,10 +254,11 @@ class ShardedOptimizer(Optimizer, OfParts):
 
     def _only_makes_state(self) -> bool:
         """Whether torch.distributed.checkpoint steps with assigned zeros, so that there is state to load into."""
-        gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
-        if isinstance(gradients[0], ShardedGradient) or self.state:
+        trained = (parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad)
+        gradients = [parameter.grad for parameter in trained]
+        if any(gradient is None or isinstance(gradient, ShardedGradient) for gradient in gradients) or self.state:
             return False
-        return not any(grad is None or isinstance(grad, ShardedGradient) or bool(grad.any()) for grad in gradients)
+        return not any(bool(gradient.any()) for gradient in gradients)
 
     def _make_state(self, shards: Shards) -> None:
         """Step with zeros, and leave parameters as they are."""
@@ -288,7 +299,7 @@ class ShardedOptimizer(Optimizer, OfParts):
         What has a number for each element is a :class:`fastddp.sharding.sharded_state.ShardedState`. {}: other ranks
         have all of it.
         """
-        return defaultdict(dict, self._held().part() if hasattr(self, "shards") else {})
+        return defaultdict(dict, {} if self._shards is None else self._held().part())
 
     @state.setter
     def state(self, state: object) -> None:
@@ -308,8 +319,7 @@ class ShardedOptimizer(Optimizer, OfParts):
         if checkpoint.wants_whole():
             return self.full_state_dict()
         self.shards.begin_step()
-        ranks = self._model.engine.now.process_group.size()
-        return {**super().state_dict(), checkpoint.BUCKETS: (ranks, self.shards.plan)}
+        return {**super().state_dict(), checkpoint.BUCKETS: (self.shards.group.size(), self.shards.plan)}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The whole state, as ``optimizer_class`` has it over a whole model: copies on the CPU. A collective.
@@ -340,7 +350,7 @@ class ShardedOptimizer(Optimizer, OfParts):
         engine = self._model.engine
         saved = checkpoint.Saved(state_dict, self.param_groups, engine.now.parameters, any_shape=self._whole)
         self.shards.wait()
-        if (plan := saved.other_plan(self.shards.plan, engine.now.process_group.size())) is not None:
+        if (plan := saved.other_plan(self.shards.plan, self.shards.group.size())) is not None:
             engine.use_plan(plan, engine.now.setting.several_lanes)
         saved.check_has(self.shards)
         saved.install(self._held())
@@ -369,8 +379,8 @@ def _check_model(model: DistributedDataParallel) -> None:
 def _check(model: object, optimizer_class: Any, shard: str, gather: str) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
-            f"ShardedOptimizer takes a fastddp.DistributedDataParallel, got {type(model).__name__}. Wrap the module first."
-            + see("FD024")
+            f"ShardedOptimizer takes a fastddp.DistributedDataParallel, got {type(model).__name__}. Wrap the module "
+            "first." + see("FD024")
         )
     _check_model(model)
     if shard not in ("elements", "parameters"):

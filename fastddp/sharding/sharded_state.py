@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fastddp.errors import see
 from fastddp.sharding.notice import HARMLESS
+
+if TYPE_CHECKING:  # it is large, and imported by whoever calls these methods
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 _OF_PART = (
     Tensor.__deepcopy__,
@@ -73,22 +75,23 @@ class ShardedState(Tensor):
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """What this rank saves."""
+        from torch.distributed.checkpoint import metadata, planner
+
+        properties = metadata.TensorProperties.create_from_tensor(self.part)
         return [
-            WriteItem(
-                MetadataIndex(fqn, box.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(box.offsets, box.sizes),
-                    TensorProperties.create_from_tensor(self.part),
-                    self.shape,
-                ),
+            planner.WriteItem(
+                metadata.MetadataIndex(fqn, chunk.offsets),
+                planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, properties, self.shape),
             )
-            for box in self.boxes()
+            for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What this rank loads."""
-        return [ChunkStorageMetadata(box.offsets, box.sizes) for box in self.boxes()]
+        """The rectangles of this rank."""
+        from torch.distributed.checkpoint import metadata
+
+        return [metadata.ChunkStorageMetadata(box.offsets, box.sizes) for box in self.boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The memory of one of them."""

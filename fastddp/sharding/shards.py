@@ -81,17 +81,17 @@ class Shards:
         self.notices: dict[int, ShardedGradient] = {}
         self.buckets = [self._lay_out(number, bucket, wire) for number, bucket in enumerate(self.plan)]
         self._make_notices(now)
-        self._gather = _C.Gather(
-            setting.lanes_over(group), self.sharding, len(self.plan), now.reducer.interruption
-        )
-        self._numbers = {id(self._parameters[index]): number for number, bucket in enumerate(self.plan) for index in bucket}
+        self._gather = _C.Gather(setting.lanes_over(group), self.sharding, len(self.plan), now.reducer.interruption)
+        self._numbers = {
+            id(self._parameters[index]): number for number, bucket in enumerate(self.plan) for index in bucket
+        }
         self._arriving: ModulesWithArriving | None = None
         self.versions = [parameter._version for parameter in self._parameters]
 
     def _lay_out(self, number: int, bucket: Sequence[int], wire: torch.dtype | None) -> OneBucket:
         parameters = [self._parameters[index] for index in bucket]
         places = self.sharding.places(number)
-        dtype = torch.empty(0, dtype=parameters[0].dtype).real.dtype if parameters[0].is_complex() else parameters[0].dtype
+        dtype = parameters[0].detach().real.dtype  # pairs of numbers, for complex ones
         flat = torch.zeros(self.sharding.length(number), dtype=dtype, device=parameters[0].device)
         with torch.no_grad():
             for parameter, place in zip(parameters, places, strict=True):
@@ -110,7 +110,8 @@ class Shards:
             if begin == end:
                 continue
             parameter, at = self._parameters[index], offset + (0 if in_run else run)
-            like = parameter if end - begin == parameter.numel() else parameter.detach().new_empty(0).resize_(end - begin)
+            is_whole = end - begin == parameter.numel()
+            like = parameter if is_whole else parameter.detach().new_empty(0).resize_(end - begin)
             view = _C.view_of(memory, like, at)
             holder = nn.Parameter(view.detach())
             yield Span(index, begin, end, holder, run + offset, without_memory(holder, holder.dtype), number)
@@ -216,7 +217,7 @@ class Shards:
 
     def wait_where_read(self, module: nn.Module) -> None:
         """Let parameters arrive. Who reads one through ``module`` or a module in it waits for its bucket."""
-        self._arriving = ModulesWithArriving(module, (self._parameters[index] for bucket in self.plan for index in bucket))
+        self._arriving = ModulesWithArriving(module, self._numbers)
         self._arriving.begin(self._wait_for_parameter)
 
     @torch.no_grad()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
 from torch.optim import Optimizer
@@ -81,7 +80,7 @@ def _model_of(params: Any) -> DistributedDataParallel | None:
     return found[0] if len(found) == 1 else None
 
 
-class ShardedZero(ShardedOptimizer, Joinable):
+class ShardedZero(ShardedOptimizer):
     """A sharded optimizer with the methods of torch's ``ZeroRedundancyOptimizer``, of which it counts as an instance.
 
     Args:
@@ -95,23 +94,13 @@ class ShardedZero(ShardedOptimizer, Joinable):
         self, model: DistributedDataParallel, optimizer_class: type[Optimizer], params: Any, **settings: Any
     ) -> None:
         shard = "elements" if optimizer_class in _ELEMENTWISE else "parameters"
-        ShardedOptimizer.__init__(self, model, optimizer_class, params, shard=shard, **settings)
-        Joinable.__init__(self)
+        super().__init__(model, optimizer_class, params, shard=shard, **settings)
         self.process_group = model.process_group
-        self._default_device = model.engine.now.device
         self._consolidated: dict[str, Any] = {}
         presence.say_on_rank_0(
             f"ZeroRedundancyOptimizer is a fastddp.ShardedOptimizer: {optimizer_class.__name__}, "
             f"{self.process_group.size()} parts, and parameter.grad has no values after backward"
         )
-
-    # These use the two attributes above, and step().
-    join_hook, join_device, join_process_group = TorchZero.join_hook, TorchZero.join_device, TorchZero.join_process_group
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """As of :class:`fastddp.ShardedOptimizer`."""
-        Join.notify_join_context(self)
-        return super().step(closure)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Put the whole state together on the CPU of rank ``to``. A collective."""

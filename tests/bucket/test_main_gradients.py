@@ -248,6 +248,17 @@ def test_an_optimizer_that_cannot_take_fp32_gradients_is_told_which_can(rank: in
         optimizer.step()
 
 
+@NEEDS_GRAD_DTYPE
+@on_ranks(2)
+def test_a_sharded_optimizer_may_be_fused_because_it_steps_fp32_copies(rank: int) -> None:
+    model = wrapped()
+    optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=1.0, fused=True)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(constant(2.0)).backward()
+    optimizer.step()
+    assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
 @on_ranks(1)
 def test_what_cannot_be_is_refused(rank: int) -> None:
     wide: dict[str, Any] = {"main_grads": "grad"}

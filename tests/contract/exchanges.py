@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import fake_cuda
 import fastddp
 from fastddp import comm_hooks
+from fastddp.sharding.state import gathered
 from hooks_by_name import averages
 from models import RaisesInBackward
 from nodes import nodes_of_two
-from fastddp.sharding.state import gathered
 from ranks import RankPool
 
 

@@ -158,6 +158,13 @@ WAYS = {"whole": load_whole, "part": load_part, "dcp": load_dcp}
             {"kind": torch.optim.SGD, "momentum": 0.9}, {"whole": (2,), "part": (4,), "dcp": (2,)}, True, marks=SLOW
         ),
         pytest.param({"kind": torch.optim.Adagrad}, {"whole": (2,), "part": (4,), "dcp": (2,)}, True, marks=SLOW),
+        pytest.param({"parameter_wire": torch.bfloat16}, {"whole": (2,), "part": (4,), "dcp": (2,)}, False, marks=SLOW),
+        pytest.param(
+            {"kind": torch.optim.Adafactor, "shard": "parameters"},
+            {"whole": (2,), "part": (4,), "dcp": (2,)},
+            False,
+            marks=SLOW,
+        ),
         pytest.param({"shard": "parameters"}, {"whole": (2, 1), "part": (4,), "dcp": (4, 2, 1)}, False, marks=SLOW),
     ],
 )
@@ -254,10 +261,23 @@ def test_training_does_not_change_a_whole_state(rank: int) -> None:
     train(of, 0, 2)
     whole = of[1].full_state_dict()
     before = copy.deepcopy(whole)
+    of_state = [value for state in whole["state"].values() for value in state.values()]
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in of_state)  # no views of buckets
     other[1].load_state_dict(whole)
     train(of, 2, 4)
     train(other, 2, 4)
     assert differences(before, whole) == []
+
+
+@on_ranks(2)
+def test_the_state_of_an_optimizer_that_is_not_sharded_can_be_loaded(rank: int) -> None:
+    plain, of = made(0, plain=True), made(1)
+    train(plain, 0, 3)
+    of[0].module.load_state_dict(plain[0].state_dict())  # type: ignore[union-attr, operator]
+    of[1].load_state_dict(copy.deepcopy(plain[1].state_dict()))
+    train(plain, 3, 5)
+    train(of, 3, 5)
+    assert differences(values(plain[0]), values(of[0])) == []
 
 
 @on_ranks(2)
@@ -384,6 +404,8 @@ def test_copies_in_fp32_follow_parameters_that_were_loaded(rank: int, steps: int
     of[0](torch.ones(1, 3, 5, 5, dtype=torch.bfloat16))
     changed = [at for at, (a, b) in enumerate(zip(before, as_mains(of), strict=True)) if not a.equal(b)]
     assert len(changed) == 1
+    part = of[1].state_dict()["state"][changed[0]].get("fastddp.main")
+    assert part is None or part.part.equal(as_mains(of)[changed[0]][part.begin : part.end])
     assert mains(of)[changed[0]].equal(as_mains(of)[changed[0]])
     assert not any(main.equal(as_mains(of)[at]) for at, main in enumerate(mains(of)) if at != changed[0])
 

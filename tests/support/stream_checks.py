@@ -478,8 +478,9 @@ def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     names = [f"p{index}" for index in range(len(of))]
     plan = [[5, 4], [3, 2], [1, 0]] if len(of) == 6 else [[1], [0]]
     shards = _C.Sharding(list(of), names, plan, ranks=RANKS, rank=0, whole=False)
+    how = {"remembers": False, "spreads": True}
     between = _C.Pipeline(_C.Codec.cast(torch.float16), _C.Transport.all_reduce([group()]))
-    engine.set_exchange(_C.Pipeline.two_levels(between, shards, all=group(RANKS**2), node=group(), remembers=False))
+    engine.set_exchange(_C.Pipeline.two_levels(between, shards, all=group(RANKS**2), node=group(), **how))
 
 
 def a_matrix_and_a_vector(own: torch.Stream) -> list[nn.Parameter]:
@@ -559,6 +560,71 @@ def what_an_exchange_remembers_is_not_given_out_before_its_window_is_done(instal
     backward(engine, [times(parameter, 3) for parameter in of])
     del engine
     expect_nobody_writes_to(somebody_elses_memory(made_on, (1024, 512, 320, 64, 16) * 4))
+
+
+# ---------------------------------------------------------------------------------------------------- sharded gradients
+
+
+def sharded(engine: _C.Reducer, of: Sequence[nn.Parameter], plan: list[list[int]], wire: torch.dtype | None) -> Any:
+    """Let this rank keep its part of gradients. Returns who has what, and by bucket what the optimizer steps."""
+    load_kernels([(DEVICE, torch.float32, torch.float16)])
+    names = [f"p{index}" for index in range(len(of))]
+    sharding = _C.Sharding(list(of), names, plan, ranks=RANKS, rank=0, whole=False, for_optimizer=True)
+    holders = [
+        [
+            torch.zeros(of[index].shape if end - begin == of[index].numel() else end - begin, device=DEVICE)
+            for index, begin, end in sharding.spans_of(bucket)
+        ]
+        for bucket in range(len(plan))
+    ]
+    engine.become_sharded(sharding, holders, [torch.empty(0) for _ in of])
+    whole = _C.Pipeline(_C.Codec.cast(wire), _C.Transport.all_reduce([group()]))
+    engine.set_exchange(_C.Pipeline.sharded(whole, sharding))
+    return sharding, holders
+
+
+def sharded_gradients_follow_backward_and_parameters_the_step(casts: bool, adds_up: bool) -> None:
+    """Each bucket's gradients come on two streams. Windows may add up; then comes a step."""
+    of, plan = parameters(*[(40, 32), 32] * 3), [[5, 4], [3, 2], [1, 0]]
+    accumulate_on([stream() for _ in of], of)
+    engine = reducer(of, plan=plan)
+    sharding, holders = sharded(engine, of, plan, torch.float16 if casts else None)
+    gather = _C.Gather([group()], sharding, len(plan), engine.interruption)
+    flats = [torch.zeros(sharding.length(bucket), device=DEVICE) for bucket in range(len(plan))]
+    total = 0.0
+    for window in range(1, 4):
+        if not adds_up:
+            with_zeros(of)
+        backward(engine, [times(parameter, 8.0 * window) for parameter in of])
+        total = 8.0 * window + (total if adds_up else 0.0)
+        for bucket in range(len(plan)):
+            begin, end = sharding.runs(bucket)[0]
+            gradients = [holder.grad * 1 for holder in holders[bucket] if holder.numel() > 0]
+            flats[bucket][begin:end].fill_(total).mul_(2)
+            gather.start(bucket, flats[bucket])
+            for gradient in gradients:
+                expect_about(gradient, total)
+        for bucket in range(len(plan)):
+            gather.wait(bucket)
+            expect(flats[bucket] * 1, 2 * total)
+
+
+def wires_of_sharded_gradients_are_not_given_out_before_the_sum_is_read(casts: bool) -> None:
+    """Nor is memory of gradients, when the caller drops them."""
+    own = stream()
+    of = a_matrix_and_a_vector(own)
+    engine = reducer(of, plan=[[1], [0]], wires="lent" if casts else "kept")
+    _, holders = sharded(engine, of, [[1], [0]], torch.float16 if casts else None)
+    with_zeros(of)
+    backward(engine, [times(parameter, 3) for parameter in of])
+    results = [holder.grad for bucket in holders for holder in bucket if holder.numel() > 0]
+    without_gradients(of)
+    del engine
+    others = somebody_elses_memory(own, (2048, 1024, 512, 320, 160, 16, 8) * 3)
+    torch.accelerator.synchronize()
+    for result in results:
+        expect_about(result, 3)
+    expect_nobody_writes_to(others)
 
 
 # ------------------------------------------------------------------------------------------------------------- the runs
