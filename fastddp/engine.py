@@ -386,7 +386,10 @@ class Engine:
         self.reducer.shadow_window()
 
     def _window_of_zeros(self) -> None:
-        """A backward of this rank, so that it gets averages of its part, with which it steps for all."""
+        """A backward of this rank, so that it gets averages of its part, with which it steps for all.
+
+        Its own gradients are of an earlier step. Other ranks have zeroed theirs.
+        """
         parameters = self.now.parameters.tensors
         with torch.enable_grad():
             self.reducer.begin_forward(True)

@@ -61,7 +61,7 @@ def trained(
     found = Trained.of(model)
     if rank == 0:
         states: dict[int, dict[str, Tensor]] = zero.state_dict()["state"]
-        found.others |= {f"momentum of {key}": states[key]["exp_avg"] for key in sorted(states) if states[key]}
+        found.others |= {f"momentum of {key}": states[key]["exp_avg"] for key in sorted(states) if "exp_avg" in states[key]}
     else:
         with pytest.raises(RuntimeError, match=r"has not been consolidated on this rank(.|\n)*\(to=1\)"):
             zero.state_dict()
@@ -89,18 +89,28 @@ def test_gradients_are_clipped_as_under_torchs_ddp(ranks: RankPool) -> None:
     same_training(ranks, trained, SEVERAL_BUCKETS, {"optimizer_class": torch.optim.SGD}, 1e-3, rtol=1e-5)
 
 
-def uneven(rank: int) -> Trained:
+def uneven(rank: int, is_sharded: bool) -> Trained:
     """Rank 0 has three inputs, rank 1 five."""
-    model, zero = wrapped(SEVERAL_BUCKETS)
-    with Join([model, zero]):
+    if is_sharded:
+        model, optimizer = wrapped(SEVERAL_BUCKETS)
+    else:
+        model = nn.parallel.DistributedDataParallel(without_buffers(), **SEVERAL_BUCKETS)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with Join([model, optimizer] if is_sharded else [model]):
         for number in range(3 + 2 * rank):
             step(rank, model, number)
-            zero.step()
+            optimizer.step()
     return Trained.of(model)
 
 
-def test_a_rank_without_inputs_steps_its_part_as_under_torchs_ddp(ranks: RankPool) -> None:
-    same_training(ranks, uneven)
+def uneven_and_replicated(rank: int) -> list[str]:
+    return differences(
+        under("torch", rank, uneven, False).parameters, under("fastddp", rank, uneven, True).parameters
+    )
+
+
+def test_a_rank_without_inputs_steps_with_averages_where_torchs_steps_with_its_last_gradients(ranks: RankPool) -> None:
+    assert ranks.run(uneven_and_replicated, 2) == [[], []]
 
 
 def halves_of_zero(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
@@ -125,6 +135,75 @@ def halves_of_zero(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
 @RESUMED
 def test_a_consolidated_state_goes_on_under_either_ddp(ranks: RankPool, save_under: str, load_under: str) -> None:
     assert ranks.run(resumed_elsewhere, 2, halves_of_zero, save_under, load_under) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------- what stays torch's
+
+
+class OwnZero(ZeroRedundancyOptimizer):
+    pass
+
+
+STAYS: dict[str, Callable[[nn.Module], ZeroRedundancyOptimizer]] = {
+    "another group": lambda model: ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, dist.new_group([dist.get_rank()], use_local_synchronization=True), lr=0.1
+    ),
+    "some parameters": lambda model: ZeroRedundancyOptimizer([*model.parameters()][1:], torch.optim.SGD, lr=0.1),
+    "a frozen parameter": lambda model: ZeroRedundancyOptimizer(
+        [*model.parameters(), nn.Parameter(torch.ones(2), requires_grad=False)], torch.optim.SGD, lr=0.1
+    ),
+    "another module's": lambda model: ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1),
+    "LBFGS": lambda model: ZeroRedundancyOptimizer(model.parameters(), torch.optim.LBFGS),
+    "a function": lambda model: ZeroRedundancyOptimizer(model.parameters(), partial(torch.optim.SGD, lr=0.1)),
+    "a derived class": lambda model: OwnZero(model.parameters(), torch.optim.SGD, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", STAYS)
+@on_ranks(2)
+def test_what_is_not_exactly_a_models_optimizer_stays_torchs_without_a_word(rank: int, kind: str) -> None:
+    with fastddp.patch(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zero = STAYS[kind](nn.parallel.DistributedDataParallel(without_buffers()))
+    assert not isinstance(zero, fastddp.ShardedOptimizer)
+    assert isinstance(zero, ZeroRedundancyOptimizer)
+
+
+@on_ranks(2)
+def test_where_gradients_cannot_be_sharded_a_warning_says_why(rank: int) -> None:
+    with fastddp.patch():
+        model = nn.parallel.DistributedDataParallel(without_buffers())
+        model.register_comm_hook(None, lambda state, bucket: default_hooks.allreduce_hook(None, bucket))
+        with pytest.warns(UserWarning, match=r"ZeroRedundancyOptimizer stays torch's(.|\n)*a hook in Python") as warned:
+            zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        assert warned[0].filename == __file__
+        assert not isinstance(zero, fastddp.ShardedOptimizer)
+        step(rank, model, 0)
+        assert clip_grad_norm_(model.parameters(), 1e-3) > 1e-3
+        zero.step()
+
+
+@on_ranks(2)
+def test_after_the_patch_new_optimizers_are_torchs_and_sharded_ones_count_as_torchs(rank: int) -> None:
+    with fastddp.patch():
+        with fastddp.patch():
+            pass
+        model, zero = wrapped({})
+    assert isinstance(zero, ZeroRedundancyOptimizer)
+    assert not isinstance(torch.optim.SGD(model.parameters()), ZeroRedundancyOptimizer)
+    again = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    assert type(again) is ZeroRedundancyOptimizer
+    assert type(ZeroRedundancyOptimizer) is type(OwnZero)
+
+
+@pytest.mark.parametrize(("rate", "text"), [(-1.0, "Invalid learning rate"), ("x", "not supported")])
+@on_ranks(2)
+def test_errors_of_settings_are_torchs(rank: int, rate: Any, text: str) -> None:
+    with fastddp.patch(), pytest.raises((TypeError, ValueError), match=text):
+        wrapped({}, lr=rate)
+
+
+# --------------------------------------------------------------------------------------------- steps inside backward
 
 
 def overlapped(rank: int, hook: str, shard_buckets: bool, options: dict[str, Any]) -> Trained:
