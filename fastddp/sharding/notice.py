@@ -51,7 +51,9 @@ class ShardedGradient(Tensor):
     def _moved(self, move: Callable[..., Tensor], *args: Any, **kwargs: Any) -> ShardedGradient:
         here = torch.empty((), dtype=self.dtype, device=self.device)
         there = move(here, *args, **kwargs)
-        return self if there is here else ShardedGradient.of(there.expand(self.shape), there.dtype, self._name, self._zero)
+        return (
+            self if there is here else ShardedGradient.of(there.expand(self.shape), there.dtype, self._name, self._zero)
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         """What it is."""

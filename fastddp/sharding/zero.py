@@ -1,11 +1,11 @@
-"""torch's ``ZeroRedundancyOptimizer`` and ``clip_grad_norm_`` under a patch: what is over a fastddp model is sharded."""
+"""torch's ``ZeroRedundancyOptimizer`` and ``clip_grad_norm_`` under a patch: they shard what a fastddp model trains."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from fastddp.torch_compat.surface import wrappers
 
 _ELEMENTWISE = {
     getattr(torch.optim, name)
-    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905
 }
 
 # torch's class stays the one that its name stands for. While its metaclass is this one, calls of it may make another
@@ -93,7 +93,7 @@ class ShardedZero(ShardedOptimizer):
     def __init__(
         self, model: DistributedDataParallel, optimizer_class: type[Optimizer], params: Any, **settings: Any
     ) -> None:
-        shard = "elements" if optimizer_class in _ELEMENTWISE else "parameters"
+        shard: Literal["elements", "parameters"] = "elements" if optimizer_class in _ELEMENTWISE else "parameters"
         super().__init__(model, optimizer_class, params, shard=shard, **settings)
         self.process_group = model.process_group
         self._consolidated: dict[str, Any] = {}

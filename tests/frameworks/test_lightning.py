@@ -260,9 +260,7 @@ class SaveAtTheEnd(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def trainer_halves(
-    rank: int, folder: Path, which: tuple[int, ...], kind: type[Classifier] = Classifier
-) -> Trained:
+def trainer_halves(rank: int, folder: Path, which: tuple[int, ...], kind: type[Classifier] = Classifier) -> Trained:
     last = folder / "last.ckpt"
     callbacks = [SaveAtTheEnd(last)] if which == (1,) else []
     resume_from = last if which == (2,) else None

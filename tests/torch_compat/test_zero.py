@@ -47,9 +47,7 @@ def step(rank: int, model: nn.Module, number: int) -> None:
     model(torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + rank))).square().mean().backward()
 
 
-def trained(
-    rank: int, options: dict[str, Any], zero_options: dict[str, Any], max_norm: float | None = None
-) -> Trained:
+def trained(rank: int, options: dict[str, Any], zero_options: dict[str, Any], max_norm: float | None = None) -> Trained:
     """With the optimizer's tensors, which rank 0 has collected from all."""
     model, zero = wrapped(options, **zero_options)
     for number in range(4):
@@ -61,7 +59,9 @@ def trained(
     found = Trained.of(model)
     if rank == 0:
         states: dict[int, dict[str, Tensor]] = zero.state_dict()["state"]
-        found.others |= {f"momentum of {key}": states[key]["exp_avg"] for key in sorted(states) if "exp_avg" in states[key]}
+        found.others |= {
+            f"momentum of {key}": states[key]["exp_avg"] for key in sorted(states) if "exp_avg" in states[key]
+        }
     else:
         with pytest.raises(RuntimeError, match=r"has not been consolidated on this rank(.|\n)*\(to=1\)"):
             zero.state_dict()
@@ -104,9 +104,7 @@ def uneven(rank: int, is_sharded: bool) -> Trained:
 
 
 def uneven_and_replicated(rank: int) -> list[str]:
-    return differences(
-        under("torch", rank, uneven, False).parameters, under("fastddp", rank, uneven, True).parameters
-    )
+    return differences(under("torch", rank, uneven, False).parameters, under("fastddp", rank, uneven, True).parameters)
 
 
 def test_a_rank_without_inputs_steps_with_averages_where_torchs_steps_with_its_last_gradients(ranks: RankPool) -> None:
