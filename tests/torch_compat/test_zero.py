@@ -154,6 +154,9 @@ STAYS: dict[str, Callable[[nn.Module], ZeroRedundancyOptimizer]] = {
     "LBFGS": lambda model: ZeroRedundancyOptimizer(model.parameters(), torch.optim.LBFGS),
     "a function": lambda model: ZeroRedundancyOptimizer(model.parameters(), partial(torch.optim.SGD, lr=0.1)),
     "a derived class": lambda model: OwnZero(model.parameters(), torch.optim.SGD, lr=0.1),
+    "a class derived under the patch": lambda model: type(OwnZero)("New", (ZeroRedundancyOptimizer,), {})(
+        model.parameters(), torch.optim.SGD, lr=0.1
+    ),
 }
 
 
