@@ -102,18 +102,23 @@ def patch(**options: Unpack[JobOptions]) -> Patch:
         ValueError: no wrapper takes this value.
     """
     check_options(options)
+    from fastddp.sharding import zero  # here, because torch.distributed.optim takes long to import
+
     patched = Patch()
+    if type(zero.TorchZero) is not zero.ShardsWherePossible:
+        patched.change(zero.TorchZero, "__class__", zero.ShardsWherePossible)
     if type(DistributedDataParallel) is not StandsForTorchs:
         patched.change(DistributedDataParallel, "__class__", StandsForTorchs)
     patched.change(job_options, "in_force", {**job_options.in_force, **options})
     patched.change(presence, "to_stderr", True)
     patched.change(spawn, "get_preparation_data", _patching(spawn.get_preparation_data))
+    replacements = {**_REPLACEMENTS, id(zero.torchs_clip_grad_norm_): zero.clip_grad_norm_}
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or _is_ours(module):
             continue
         for name, value in list(vars(module).items()):
-            if id(value) in _REPLACEMENTS:
-                patched.change(module, name, _REPLACEMENTS[id(value)])
+            if id(value) in replacements:
+                patched.change(module, name, replacements[id(value)])
     return patched
 
 

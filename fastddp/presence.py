@@ -32,8 +32,14 @@ def tell(now: InForce, watch: Watch, hook: Callable[..., object] | None) -> None
     is_first = os.getpid() not in _pids
     _pids.add(os.getpid())
     _has_wrapper[0] = 1
-    if is_first and dist.get_rank() == 0:
-        _say(_line(now, watch, hook))
+    if is_first:
+        say_on_rank_0(_line(now, watch, hook))
+
+
+def say_on_rank_0(text: str) -> None:
+    """Tell whoever asked for fastddp."""
+    if dist.get_rank() == 0:
+        _say(text)
 
 
 @contextmanager

@@ -12,6 +12,9 @@ from torch import Tensor
 from fastddp.errors import see
 
 _ZEROING = (Tensor.zero_, torch._foreach_zero_)
+# What nn.Module moves gradients by: to another device, and there in place of what was here.
+_MOVING = (Tensor.cpu, Tensor.cuda, Tensor.to)
+_REPLACING = (Tensor.data.__set__, torch._has_compatible_shallow_copy_type)  # type: ignore[attr-defined]
 HARMLESS = {
     Tensor.dim,
     Tensor.element_size,
@@ -45,6 +48,13 @@ class ShardedGradient(Tensor):
         notice._name, notice._zero = name, zero
         return notice
 
+    def _moved(self, move: Callable[..., Tensor], *args: Any, **kwargs: Any) -> ShardedGradient:
+        here = torch.empty((), dtype=self.dtype, device=self.device)
+        there = move(here, *args, **kwargs)
+        return (
+            self if there is here else ShardedGradient.of(there.expand(self.shape), there.dtype, self._name, self._zero)
+        )
+
     def __repr__(self) -> str:  # type: ignore[override]
         """What it is."""
         return f"ShardedGradient of {self._name}"
@@ -58,11 +68,13 @@ class ShardedGradient(Tensor):
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Let through what reads no values; raise RuntimeError for everything else."""
-        if func in HARMLESS:
+        if func in HARMLESS or (func in _REPLACING and all(isinstance(arg, ShardedGradient) for arg in args)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _ZEROING:
             return _zero(args[0])
+        if func in _MOVING:
+            return args[0]._moved(func, *args[1:], **(kwargs or {}))
         first = _first((*args, *(kwargs or {}).values()))
         assert first is not None
         raise RuntimeError(

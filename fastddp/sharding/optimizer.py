@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from fastddp import _C
@@ -19,15 +17,16 @@ from fastddp.errors import see
 from fastddp.in_force import InForce
 from fastddp.sharding import checkpoint
 from fastddp.sharding.notice import ShardedGradient
-from fastddp.sharding.scaler import OfParts, let_scalers_unscale_parts
+from fastddp.sharding.scaler import let_scalers_unscale_parts
 from fastddp.sharding.shards import OneBucket, Shards, Span
 from fastddp.sharding.state import gathered
+from fastddp.sharding.uneven import StepsToTheEnd
 
 _GRADIENT, _MAIN = "fastddp.gradient", checkpoint.MAIN  # beside the names of an optimizer's state
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
-class ShardedOptimizer(Optimizer, OfParts, Joinable):
+class ShardedOptimizer(Optimizer, StepsToTheEnd):
     """An optimizer of which each rank has a part: its state takes 1/ranks of the memory.
 
     Gradients of ``model`` are added up where their part of the optimizer is, bucket by bucket during backward.
@@ -38,7 +37,8 @@ class ShardedOptimizer(Optimizer, OfParts, Joinable):
         model: whose parameters to train. From now on they are views of one flat tensor a bucket, and ``parameter.grad``
             is a :class:`fastddp.sharding.notice.ShardedGradient` once backward has averaged it.
         optimizer_class: a class of ``torch.optim``, or one like it.
-        params: parameters or parameter groups; None: all of the model's.
+        params: parameters or parameter groups; None: all of the model's. Those that are left out have to come by
+            :meth:`add_param_group` before the first :meth:`step`.
         shard: "elements": every rank has the same number of elements of each bucket, for optimizers that treat each
             element by itself (SGD, Adam, AdamW, Adagrad, RMSprop, ...). "parameters": whole parameters, for all others
             (Muon, Adafactor, ...).
@@ -52,8 +52,8 @@ class ShardedOptimizer(Optimizer, OfParts, Joinable):
     Raises:
         RuntimeError: the optimizer is made while gradients are being synchronised.
         TypeError: ``model`` is not a wrapper of fastddp's.
-        ValueError: a parameter is not the model's, or one of the model's is missing; ``optimizer_class`` needs whole
-            parameters; or gradients travel in a way that cannot be sharded.
+        ValueError: a parameter is not the model's; ``optimizer_class`` needs whole parameters; or gradients travel in
+            a way that cannot be sharded.
     """
 
     def __init__(
@@ -82,14 +82,34 @@ class ShardedOptimizer(Optimizer, OfParts, Joinable):
         template = optimizer_class(given, **settings)  # checks the settings, and completes the groups
         Optimizer.__init__(self, template.param_groups, template.defaults)
         Joinable.__init__(self)
-        self._check_parameters()
         model.engine.shard(self)
         let_scalers_unscale_parts()
 
-    def _check_parameters(self) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more parameters of the model, with settings of their own.
+
+        All parameters have to be there before the first :meth:`step`.
+
+        Args:
+            param_group: as in torch.
+
+        Raises:
+            ValueError: a parameter is not the model's, has sparse gradients or is in another group.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_trained(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        for number, inner in enumerate(self._inner):
+            inner.add_param_group(self._group_in(self.shards.buckets[number], group))
+
+    def _check_trained(self, group: dict[str, Any]) -> None:
         now = self._model.engine.now
         names = {id(parameter): name for name, parameter in now.parameters}
-        given = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        given = {id(parameter) for parameter in group["params"]}
         if not given <= names.keys():
             raise ValueError(
                 "A parameter that was given to ShardedOptimizer is not trained by the model. Give it parameters of the "
@@ -101,12 +121,16 @@ class ShardedOptimizer(Optimizer, OfParts, Joinable):
                 f"The gradient of parameter {names[(given & sparse).pop()]} is sparse, and ShardedOptimizer steps with "
                 "dense ones. Pass params= without it, and give it to an optimizer that is not sharded." + see("FD042")
             )
-        missing = [name for number, name in names.items() if number not in given and number not in sparse]
-        if missing:
+
+    def _check_none_missing(self) -> None:
+        parameters = self._model.engine.now.parameters
+        given = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        given |= {id(parameters.tensors[index]) for index in parameters.sparse}
+        if missing := [name for name, parameter in parameters if id(parameter) not in given]:
             raise ValueError(
                 f"ShardedOptimizer leaves out {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}, and "
-                "another optimizer would find no gradient there. Give it all parameters that the model trains."
-                + see("FD042")
+                "another optimizer would find no gradient there. Give it all parameters that the model trains, in "
+                "params or by add_param_group." + see("FD042")
             )
 
     # ------------------------------------------------------------------------------------------------- where it is
@@ -152,13 +176,13 @@ class ShardedOptimizer(Optimizer, OfParts, Joinable):
 
     def _inner_of(self, bucket: OneBucket) -> Optimizer:
         """The optimizer of this rank's part of a bucket."""
+        return self._class([self._group_in(bucket, group) for group in self.param_groups], **self._settings)
+
+    def _group_in(self, bucket: OneBucket, group: dict[str, Any]) -> dict[str, Any]:
         parameters = self._model.engine.now.parameters.tensors
         holders = {id(parameters[span.parameter]): span.holder for span in bucket.spans}
-        groups = []
-        for group in self.param_groups:
-            found = [holders[id(parameter)] for parameter in group["params"] if id(parameter) in holders]
-            groups.append({**_settings_of(group), "params": found})
-        return self._class(groups, **self._settings)
+        found = [holders[id(parameter)] for parameter in group["params"] if id(parameter) in holders]
+        return {**_settings_of(group), "params": found}
 
     @property
     def shards(self) -> Shards:
@@ -189,14 +213,18 @@ class ShardedOptimizer(Optimizer, OfParts, Joinable):
             closure: computes the loss again, and returns it.
 
         Raises:
-            RuntimeError: the last backward failed or left gradients out; a gradient was not synchronised; or parameters
-                did not come from other ranks, now or after the last step.
+            RuntimeError: the last backward failed or left gradients out; a gradient was not synchronised; parameters did
+                not come from other ranks, now or after the last step; or inputs are uneven, and the optimizer is not
+                joined beside the model.
+            ValueError: a parameter of the model is in no group.
         """
+        self.check_joined()
+        if not self._has_stepped:
+            self._check_none_missing()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_join()
         shards = self.shards
         with torch.no_grad():
             shards.begin_step()
@@ -221,34 +249,6 @@ class ShardedOptimizer(Optimizer, OfParts, Joinable):
     def parameters_ready(self) -> None:
         """Wait until all parameters of the last :meth:`step` are here. On a device only the current stream waits."""
         self.shards.wait()
-
-    def _check_join(self) -> None:
-        if self.in_force().is_uneven and not self._join_config.enable:
-            raise RuntimeError(
-                "A rank without inputs still has to step with its part of the others' gradients, and this Join has the "
-                "model alone. Use Join([model, optimizer]), in this order." + see("FD042")
-            )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What this optimizer does in a :class:`torch.distributed.algorithms.Join` when its rank has no more inputs.
-
-        It steps with its part of the others' averages. So give ``Join`` model and optimizer, in this order, and step
-        after each forward.
-
-        Args:
-            **kwargs: of torch's context; none counts.
-        """
-        return _Steps(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Of the model."""
-        return self.in_force().device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The model's."""
-        return self.in_force().process_group
 
     def _step_bucket(self, shards: Shards, number: int) -> None:
         inner = self._inner[number]
@@ -333,8 +333,10 @@ class ShardedOptimizer(Optimizer, OfParts, Joinable):
         Args:
             rank0_only: the other ranks get {}.
         """
+        return self._full_state_dict(keep=not rank0_only or self._model.engine.now.process_group.rank() == 0)
+
+    def _full_state_dict(self, *, keep: bool) -> dict[str, Any]:
         self.shards.begin_step()
-        keep = not rank0_only or self._model.engine.now.process_group.rank() == 0
         state = self._held().whole(keep=keep)
         return {"state": state, "param_groups": super().state_dict()["param_groups"]} if keep else {}
 
@@ -361,18 +363,6 @@ class ShardedOptimizer(Optimizer, OfParts, Joinable):
         self._has_stepped = bool(saved.of_parameter)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-
-class _Steps(JoinHook):
-    """Steps as the other ranks do."""
-
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        super().__init__()
-        self._optimizer = optimizer
-
-    def main_hook(self) -> None:
-        """Once for each step of the others."""
-        self._optimizer.step()
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,6 +25,10 @@ from fastddp.torch_compat.helpers import refuse_torchs_helpers
 from fastddp.torch_compat.logging_data import Logger, LoggingData, logging_data, name_of_hook
 from fastddp.torch_compat.reducer import Reducer
 from fastddp.window import joining
+
+
+wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""All of fastddp's in this process."""
 
 
 @refuse_torchs_helpers
@@ -169,6 +174,7 @@ class TorchSurface(TorchDDP):
         assert isinstance(self.engine.reducer, Reducer)
         self.reducer = self.engine.reducer
         self.reducer.belongs_to(self.engine)
+        wrappers.add(self)
 
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Iterable[Tensor] | None = None, **kwargs: Any

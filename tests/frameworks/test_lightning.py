@@ -15,8 +15,10 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader
 
+import fastddp
 from ranks import RankPool
 from side_by_side import RESUMED, Network, Trained, data, resumed_elsewhere, same_training, without_buffers
 
@@ -81,6 +83,18 @@ class Classifier(LightningModule):
         self.trained = Trained.of(self.trainer.strategy.model, loss=self.trainer.callback_metrics["loss"].item())
 
 
+class Sharded(Classifier):
+    """With torch's optimizer that is sharded. The Trainer has wrapped the module when it asks for the optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        is_ours = isinstance(self.trainer.strategy.model, fastddp.DistributedDataParallel)
+        assert isinstance(self.trainer.optimizers[0], fastddp.ShardedOptimizer) is is_ours
+
+
 class ByHand(Classifier):
     """Manual optimisation: two backward passes a step, each of which synchronises."""
 
@@ -141,6 +155,44 @@ def test_trainer(
 ) -> None:
     for ours in same_training(ranks, with_trainer, options, arguments, unused_layer):
         assert ours.windows == windows
+
+
+def with_sharded(rank: int, arguments: dict[str, Any]) -> Trained:
+    return fit(Sharded(), DDPStrategy(**SMALL_BUCKETS), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rtol"),
+    [
+        ({}, 0.0),
+        ({"accumulate_grad_batches": 4}, 0.0),
+        ({"gradient_clip_val": 0.1}, 1e-5),  # a norm is added up in another order
+        ({"precision": "bf16-mixed"}, 0.0),
+    ],
+    ids=str,
+)
+def test_trainer_with_a_sharded_optimizer(ranks: RankPool, arguments: dict[str, Any], rtol: float) -> None:
+    same_training(ranks, with_sharded, arguments, rtol=rtol)
+
+
+def fabric_with_sharded(rank: int) -> Trained:
+    here = Fabric(accelerator="cpu", devices=2, strategy=FabricDDPStrategy(**SMALL_BUCKETS))
+    here.launch()
+    model = here.setup_module(Network())
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    is_ours = isinstance(model._forward_module, fastddp.DistributedDataParallel)
+    assert isinstance(zero, fastddp.ShardedOptimizer) is is_ours
+    optimizer = here.setup_optimizers(zero)
+    for inputs, targets in here.setup_dataloaders(data(48)):
+        here.backward(nn.functional.cross_entropy(model(inputs), targets))
+        here.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained.of(model._forward_module)
+
+
+def test_fabric_with_a_sharded_optimizer(ranks: RankPool) -> None:
+    same_training(ranks, fabric_with_sharded, rtol=1e-5)
 
 
 def by_hand(rank: int, options: dict[str, Any]) -> Trained:
@@ -208,14 +260,18 @@ class SaveAtTheEnd(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def trainer_halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
+def trainer_halves(rank: int, folder: Path, which: tuple[int, ...], kind: type[Classifier] = Classifier) -> Trained:
     last = folder / "last.ckpt"
     callbacks = [SaveAtTheEnd(last)] if which == (1,) else []
     resume_from = last if which == (2,) else None
-    return fit(Classifier(), DDPStrategy(), resume_from=resume_from, max_epochs=max(which), callbacks=callbacks)
+    return fit(kind(), DDPStrategy(), resume_from=resume_from, max_epochs=max(which), callbacks=callbacks)
+
+
+def sharded_halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
+    return trainer_halves(rank, folder, which, Sharded)
 
 
 @RESUMED
-@pytest.mark.parametrize("halves", [fabric_halves, trainer_halves])
+@pytest.mark.parametrize("halves", [fabric_halves, trainer_halves, sharded_halves])
 def test_a_checkpoint_goes_on_under_either_ddp(ranks: RankPool, halves: Any, save_under: str, load_under: str) -> None:
     assert ranks.run(resumed_elsewhere, 2, halves, save_under, load_under) == [[], []]

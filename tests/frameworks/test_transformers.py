@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
+import fastddp
 from ranks import RankPool
 from side_by_side import RESUMED, Trained, resumed_elsewhere, same_training, shared_folder
 
@@ -35,8 +36,21 @@ class StopAfterTwoSteps(TrainerCallback):
         control.should_training_stop = state.global_step == 2
 
 
+class Sharded(Trainer):
+    """Wraps the model first, since the optimizer is made for the wrapper."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.model_wrapped = self.accelerator.prepare_model(self.model)
+        self.optimizer = (
+            fastddp.ShardedOptimizer(self.model_wrapped, torch.optim.AdamW, lr=self.args.learning_rate)
+            if isinstance(self.model_wrapped, fastddp.DistributedDataParallel)
+            else torch.optim.AdamW(self.model_wrapped.parameters(), lr=self.args.learning_rate)
+        )
+        return self.optimizer
+
+
 @contextlib.contextmanager
-def trainer(folder: Path, **arguments: Any) -> Iterator[Trainer]:
+def trainer(folder: Path, kind: type[Trainer] = Trainer, **arguments: Any) -> Iterator[Trainer]:
     """Two ranks, four samples each: four steps an epoch, with dropout."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=12, n_embd=16, n_layer=2, n_head=2))
@@ -53,14 +67,14 @@ def trainer(folder: Path, **arguments: Any) -> Iterator[Trainer]:
         **arguments,
     }
     try:
-        yield Trainer(model=model, args=TrainingArguments(**given), train_dataset=Tokens())
+        yield kind(model=model, args=TrainingArguments(**given), train_dataset=Tokens())
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
 
 
-def trained(rank: int, arguments: dict[str, Any]) -> Trained:
-    with shared_folder(rank) as folder, trainer(folder, **arguments) as here:
+def trained(rank: int, arguments: dict[str, Any], kind: type[Trainer] = Trainer) -> Trained:
+    with shared_folder(rank) as folder, trainer(folder, kind, **arguments) as here:
         assert here.args.world_size == 2
         output = here.train()
         return Trained.of(here.model_wrapped, steps=output.global_step, loss=output.training_loss)
@@ -82,6 +96,11 @@ def trained(rank: int, arguments: dict[str, Any]) -> Trained:
 def test_training(ranks: RankPool, arguments: dict[str, Any], windows: int | None) -> None:
     for ours in same_training(ranks, trained, arguments):
         assert windows in (None, ours.windows)
+
+
+@pytest.mark.parametrize("arguments", [{"bf16": True}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_training_with_a_sharded_optimizer(ranks: RankPool, arguments: dict[str, Any]) -> None:
+    same_training(ranks, trained, EVERY_PARAMETER_IS_USED | arguments, Sharded, rtol=1e-5)  # clipped, as by default
 
 
 def halves(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:

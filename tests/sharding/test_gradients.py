@@ -148,6 +148,22 @@ def test_who_only_looks_sees_a_gradient(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_module_may_be_moved_with_its_gradients(rank: int) -> None:
+    """Lightning does so at the end of a training, whether they are zeroed or not."""
+    training = Training(rank, sharded=True)
+    training.backward()
+    module, gradient = training.model.module, training.model.module.all[0].grad
+    norm = fastddp.clip_grad_norm_(training.model, 1e9)
+    assert module.cpu().all[0].grad is gradient
+    assert fastddp.clip_grad_norm_(training.model, 1e9) == norm
+    module.to("meta")
+    assert repr(module.all[0].grad) == "ShardedGradient of all.0"
+    assert module.all[0].grad.device.type == "meta"
+    with pytest.raises(RuntimeError, match="is sharded"):
+        gradient.data = torch.zeros(3000)
+
+
+@on_ranks(2)
 def test_gradients_that_are_whole_in_memory_of_their_own_are_refused(rank: int) -> None:
     model = fastddp.DistributedDataParallel(Parts("a", torch.bfloat16), main_grads="main_grad")
     with pytest.raises(ValueError, match=r'does not go with main_grads="main_grad"(.|\n)*FD042'):

@@ -1,7 +1,10 @@
-"""torch's ZeroRedundancyOptimizer and its distributed checkpoints over fastddp."""
+"""torch's ZeroRedundancyOptimizer, which fastddp shards where it can, and distributed checkpoints."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
 from torch.distributed.checkpoint import state_dict as states_of
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.utils import clip_grad_norm_
 
+import fastddp
+from on_ranks import on_ranks
 from ranks import RankPool
 from side_by_side import RESUMED, Trained, differences, resumed_elsewhere, same_training, under, without_buffers
 
@@ -29,9 +36,10 @@ _kept: list[dist.ProcessGroup | None] = []
 def wrapped(options: dict[str, Any], **of_zero: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     """The network under the DDP of the moment, and its optimizer, Adam unless another is named."""
     model = nn.parallel.DistributedDataParallel(without_buffers(), **options)
-    return model, ZeroRedundancyOptimizer(
-        model.parameters(), **{"optimizer_class": torch.optim.Adam, "lr": 0.01} | of_zero
-    )
+    zero = ZeroRedundancyOptimizer(model.parameters(), **{"optimizer_class": torch.optim.Adam, "lr": 0.01} | of_zero)
+    is_ours = isinstance(model, fastddp.DistributedDataParallel) and not of_zero.get("overlap_with_ddp")
+    assert isinstance(zero, fastddp.ShardedOptimizer) is is_ours
+    return model, zero
 
 
 def step(rank: int, model: nn.Module, number: int) -> None:
@@ -39,17 +47,24 @@ def step(rank: int, model: nn.Module, number: int) -> None:
     model(torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + rank))).square().mean().backward()
 
 
-def trained(rank: int, options: dict[str, Any], zero_options: dict[str, Any]) -> Trained:
+def trained(rank: int, options: dict[str, Any], zero_options: dict[str, Any], max_norm: float | None = None) -> Trained:
     """With the optimizer's tensors, which rank 0 has collected from all."""
     model, zero = wrapped(options, **zero_options)
     for number in range(4):
         step(rank, model, number)
+        if max_norm is not None:
+            assert clip_grad_norm_(model.parameters(), max_norm) > max_norm
         zero.step()
     zero.consolidate_state_dict(to=0)
     found = Trained.of(model)
     if rank == 0:
         states: dict[int, dict[str, Tensor]] = zero.state_dict()["state"]
-        found.others |= {f"momentum of {key}": states[key]["exp_avg"] for key in sorted(states) if states[key]}
+        found.others |= {
+            f"momentum of {key}": states[key]["exp_avg"] for key in sorted(states) if "exp_avg" in states[key]
+        }
+    else:
+        with pytest.raises(RuntimeError, match=r"has not been consolidated on this rank(.|\n)*\(to=1\)"):
+            zero.state_dict()
     return found
 
 
@@ -60,6 +75,7 @@ def trained(rank: int, options: dict[str, Any], zero_options: dict[str, Any]) ->
         (SEVERAL_BUCKETS, {"optimizer_class": torch.optim.SGD}, 0),
         (SEVERAL_BUCKETS, {"parameters_as_bucket_view": True}, 6),
         ({"gradient_as_bucket_view": True}, {"parameters_as_bucket_view": True}, 6),
+        (SEVERAL_BUCKETS, {"optimizer_class": torch.optim.Adafactor}, 0),  # takes whole parameters
     ],
 )
 def test_parameters_and_state_are_those_under_torchs_ddp(
@@ -67,6 +83,128 @@ def test_parameters_and_state_are_those_under_torchs_ddp(
 ) -> None:
     ours, _ = same_training(ranks, trained, options, zero_options)
     assert len(ours.others) == tensors
+
+
+def test_gradients_are_clipped_as_under_torchs_ddp(ranks: RankPool) -> None:
+    same_training(ranks, trained, SEVERAL_BUCKETS, {"optimizer_class": torch.optim.SGD}, 1e-3, rtol=1e-5)
+
+
+def uneven(rank: int, is_sharded: bool) -> Trained:
+    """Rank 0 has three inputs, rank 1 five."""
+    if is_sharded:
+        model, optimizer = wrapped(SEVERAL_BUCKETS)
+    else:
+        model = nn.parallel.DistributedDataParallel(without_buffers(), **SEVERAL_BUCKETS)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with Join([model, optimizer] if is_sharded else [model]):
+        for number in range(3 + 2 * rank):
+            step(rank, model, number)
+            optimizer.step()
+    return Trained.of(model)
+
+
+def uneven_and_replicated(rank: int) -> list[str]:
+    return differences(under("torch", rank, uneven, False).parameters, under("fastddp", rank, uneven, True).parameters)
+
+
+def test_a_rank_without_inputs_steps_with_averages_where_torchs_steps_with_its_last_gradients(ranks: RankPool) -> None:
+    assert ranks.run(uneven_and_replicated, 2) == [[], []]
+
+
+def halves_of_zero(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
+    """Rank 0 saves for all."""
+    model, zero = wrapped(SEVERAL_BUCKETS)
+    if which == (2,):
+        of_model, of_zero = torch.load(folder)
+        model.module.load_state_dict(of_model)
+        zero.load_state_dict(of_zero)
+    for half in which:
+        for number in range(4 * half, 4 * half + 4):
+            step(rank, model, number)
+            zero.step()
+    if which == (1,):
+        zero.consolidate_state_dict()
+        if rank == 0:
+            torch.save((model.module.state_dict(), zero.state_dict()), folder)
+        dist.barrier()
+    return Trained.of(model)
+
+
+@RESUMED
+def test_a_consolidated_state_goes_on_under_either_ddp(ranks: RankPool, save_under: str, load_under: str) -> None:
+    assert ranks.run(resumed_elsewhere, 2, halves_of_zero, save_under, load_under) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------- what stays torch's
+
+
+class OwnZero(ZeroRedundancyOptimizer):
+    pass
+
+
+STAYS: dict[str, Callable[[nn.Module], ZeroRedundancyOptimizer]] = {
+    "another group": lambda model: ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, dist.new_group([dist.get_rank()], use_local_synchronization=True), lr=0.1
+    ),
+    "some parameters": lambda model: ZeroRedundancyOptimizer([*model.parameters()][1:], torch.optim.SGD, lr=0.1),
+    "a frozen parameter": lambda model: ZeroRedundancyOptimizer(
+        [*model.parameters(), nn.Parameter(torch.ones(2), requires_grad=False)], torch.optim.SGD, lr=0.1
+    ),
+    "another module's": lambda model: ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1),
+    "LBFGS": lambda model: ZeroRedundancyOptimizer(model.parameters(), torch.optim.LBFGS),
+    "a function": lambda model: ZeroRedundancyOptimizer(model.parameters(), partial(torch.optim.SGD, lr=0.1)),
+    "a derived class": lambda model: OwnZero(model.parameters(), torch.optim.SGD, lr=0.1),
+    "a class derived under the patch": lambda model: type(OwnZero)("New", (ZeroRedundancyOptimizer,), {})(
+        model.parameters(), torch.optim.SGD, lr=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STAYS)
+@on_ranks(2)
+def test_what_is_not_exactly_a_models_optimizer_stays_torchs_without_a_word(rank: int, kind: str) -> None:
+    with fastddp.patch(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zero = STAYS[kind](nn.parallel.DistributedDataParallel(without_buffers()))
+    assert not isinstance(zero, fastddp.ShardedOptimizer)
+    assert isinstance(zero, ZeroRedundancyOptimizer)
+
+
+@on_ranks(2)
+def test_where_gradients_cannot_be_sharded_a_warning_says_why(rank: int) -> None:
+    with fastddp.patch():
+        model = nn.parallel.DistributedDataParallel(without_buffers())
+        model.register_comm_hook(None, lambda state, bucket: default_hooks.allreduce_hook(None, bucket))
+        with pytest.warns(UserWarning, match=r"ZeroRedundancyOptimizer stays torch's(.|\n)*a hook in Python") as warned:
+            zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        assert warned[0].filename == __file__
+        assert not isinstance(zero, fastddp.ShardedOptimizer)
+        step(rank, model, 0)
+        assert clip_grad_norm_(model.parameters(), 1e-3) > 1e-3
+        zero.step()
+
+
+@on_ranks(2)
+def test_after_the_patch_new_optimizers_are_torchs_and_sharded_ones_count_as_torchs(rank: int) -> None:
+    with fastddp.patch():
+        with fastddp.patch():
+            pass
+        model, zero = wrapped({})
+    assert isinstance(zero, ZeroRedundancyOptimizer)
+    assert not isinstance(torch.optim.SGD(model.parameters()), ZeroRedundancyOptimizer)
+    again = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    assert type(again) is ZeroRedundancyOptimizer
+    assert type(ZeroRedundancyOptimizer) is type(OwnZero)
+
+
+@pytest.mark.parametrize(("rate", "text"), [(-1.0, "Invalid learning rate"), ("x", "not supported")])
+@on_ranks(2)
+def test_errors_of_settings_are_torchs(rank: int, rate: Any, text: str) -> None:
+    with fastddp.patch(), pytest.raises((TypeError, ValueError), match=text):
+        wrapped({}, lr=rate)
+
+
+# --------------------------------------------------------------------------------------------- steps inside backward
 
 
 def overlapped(rank: int, hook: str, shard_buckets: bool, options: dict[str, Any]) -> Trained:

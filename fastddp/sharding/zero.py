@@ -1,0 +1,142 @@
+"""torch's ``ZeroRedundancyOptimizer`` and ``clip_grad_norm_`` under a patch: they shard what a fastddp model trains."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
+from torch.optim import Optimizer
+
+from fastddp import clipping, presence
+from fastddp.ddp import DistributedDataParallel
+from fastddp.sharding.notice import ShardedGradient
+from fastddp.sharding.optimizer import ShardedOptimizer
+from fastddp.torch_compat.surface import wrappers
+
+_ELEMENTWISE = {
+    getattr(torch.optim, name)
+    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905
+}
+
+# torch's class stays the one that its name stands for. While its metaclass is this one, calls of it may make another
+# optimizer, also where code has kept a reference to the class. Classes that code derives from it make their own.
+
+
+class ShardsWherePossible(type(TorchZero)):  # type: ignore[misc]  # torch's metaclass is what it is
+    """The metaclass of torch's class under a patch: a call returns a sharded optimizer where that does the same."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        """As torch's constructor."""
+        make = super().__call__
+        return _made(make, *args, **options) if cls is TorchZero else make(*args, **options)
+
+
+def _made(
+    make: Callable[..., TorchZero],
+    params: Any,
+    optimizer_class: Any,
+    process_group: dist.ProcessGroup | None = None,
+    parameters_as_bucket_view: bool = False,
+    overlap_with_ddp: bool = False,
+    **defaults: Any,
+) -> Any:
+    params = params if isinstance(params, Tensor) else list(params)
+    options = {"parameters_as_bucket_view": parameters_as_bucket_view, "overlap_with_ddp": overlap_with_ddp}
+    torchs = functools.partial(make, params, optimizer_class, process_group, **options, **defaults)
+    model = None if overlap_with_ddp else _model_of(params)
+    if model is None or not _is_steppable(optimizer_class) or not _is_group_of(model, process_group):
+        return torchs()
+    try:
+        return ShardedZero(model, optimizer_class, params, **defaults)
+    except ValueError as reason:
+        optimizer = torchs()
+        warnings.warn(f"This ZeroRedundancyOptimizer stays torch's. {reason}", stacklevel=3)
+        return optimizer
+
+
+def _is_steppable(optimizer_class: Any) -> bool:
+    """Not a functional optimizer; and LBFGS has to evaluate the model again, for all parameters at once."""
+    is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
+    return is_class and not issubclass(optimizer_class, torch.optim.LBFGS)
+
+
+def _is_group_of(model: DistributedDataParallel, group: dist.ProcessGroup | None) -> bool:
+    ranks_of = dist.get_process_group_ranks
+    return ranks_of(group) == ranks_of(model.process_group)
+
+
+def _model_of(params: Any) -> DistributedDataParallel | None:
+    """The model that trains exactly these parameters, or those of these groups; None: there is none, or several."""
+    groups = [one["params"] if isinstance(one, dict) and "params" in one else [one] for one in params]
+    given = {id(one) for group in groups for one in group}
+    found = [model for model in wrappers if given == set(map(id, model.engine.now.parameters.tensors))]
+    return found[0] if len(found) == 1 else None
+
+
+class ShardedZero(ShardedOptimizer):
+    """A sharded optimizer with the methods of torch's ``ZeroRedundancyOptimizer``, of which it counts as an instance.
+
+    Args:
+        model: whose parameters to train.
+        optimizer_class: a class of ``torch.optim``, or one like it.
+        params: parameters or parameter groups.
+        **settings: of ``optimizer_class``.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, optimizer_class: type[Optimizer], params: Any, **settings: Any
+    ) -> None:
+        shard: Literal["elements", "parameters"] = "elements" if optimizer_class in _ELEMENTWISE else "parameters"
+        super().__init__(model, optimizer_class, params, shard=shard, **settings)
+        self.process_group = model.process_group
+        self._consolidated: dict[str, Any] = {}
+        presence.say_on_rank_0(
+            f"ZeroRedundancyOptimizer is a fastddp.ShardedOptimizer: {optimizer_class.__name__}, "
+            f"{self.process_group.size()} parts, and parameter.grad has no values after backward"
+        )
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Put the whole state together on the CPU of rank ``to``. A collective."""
+        self._consolidated = self._full_state_dict(keep=self.process_group.rank() == to)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """What this rank has consolidated last, as ``optimizer_class`` has it over a whole model.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        if not self._consolidated:
+            rank = self.process_group.rank()
+            raise RuntimeError(
+                "Optimizer state has not been consolidated on this rank. Call "
+                f"consolidate_state_dict(to={rank}) on all ranks before."
+            )
+        return self._consolidated
+
+
+TorchZero.register(ShardedZero)
+
+
+@functools.wraps(torchs_clip_grad_norm_)
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Torch's function. All gradients of a model may be sharded, too; then all ranks call it, with the 2-norm."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    is_sharded = any(isinstance(parameter.grad, ShardedGradient) for parameter in parameters)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    model = _model_of(trained) if is_sharded and norm_type == 2 else None
+    if model is None:
+        return torchs_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    return clipping.clip_grad_norm_(model, max_norm, error_if_nonfinite)
