@@ -107,6 +107,8 @@ class ShardedOptimizer(Optimizer, OfParts):
     def lay_out(self) -> _C.Sharding:
         """Put parameters into flat memory for the buckets in force; called by the model's engine."""
         before, inner_before = getattr(self, "shards", None), self._inner
+        if before is not None:
+            before.begin_step()  # copies in fp32 that move have followed what others have written
         self.shards = Shards(self._model.engine.now, whole=self._whole, wire=self._wire)
         self._inner = [self._inner_of(bucket) for bucket in self.shards.buckets]
         if before is not None:

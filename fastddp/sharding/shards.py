@@ -163,15 +163,14 @@ class Shards:
 
     # ------------------------------------------------------------------------------------------------------- a step
 
+    @torch.no_grad()
     def begin_step(self) -> None:
         """Before the optimizer steps: copies in fp32 follow what others have written to parameters."""
         self.wait()
-        for number, bucket in enumerate(self.buckets):
-            if bucket.main is None or not any(
-                self._parameters[index]._version != self.versions[index] for index in self.plan[number]
-            ):
-                continue
-            bucket.main.copy_(bucket.flat[slice(*bucket.run)])
+        for span in self.spans():
+            bucket = self.buckets[span.bucket]
+            if bucket.main is not None and self._parameters[span.parameter]._version != self.versions[span.parameter]:
+                span.holder.copy_(_C.view_of(bucket.flat, span.like, span.place))
 
     def start_gather(self, number: int) -> None:
         """The rank's part of bucket ``number`` has been stepped: send it to all, and receive theirs."""
