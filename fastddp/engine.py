@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastddp import _C, comm_hooks
-from fastddp.bucket_plan import Buckets, become_complete_in_order, plan_buckets
+from fastddp.bucket_plan import Buckets, become_complete_in_order, plan_buckets, with_one_dtype
 from fastddp.config import Config
 from fastddp.exchange.averages import divides_first
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting, check_wire
@@ -281,6 +281,8 @@ class Engine:
 
     def use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:
         """Use these buckets and lanes from the next window on."""
+        if self.sharded is not None:
+            plan = with_one_dtype(plan, self.now.parameters.tensors)
         is_another = plan != self.now.setting.plan
         self.now.setting = dataclasses.replace(
             self.now.setting, plan=plan, several_lanes=several_lanes, lanes_were_measured=lanes_were_measured
@@ -304,6 +306,10 @@ class Engine:
         now = self.now
         for exchange in (now.exchange, *getattr(self.schedule, "may_use", ())):
             check_shardable(exchange, now.setting)
+        plan = with_one_dtype(now.setting.plan, now.parameters.tensors)
+        if plan != now.setting.plan:
+            now.setting = dataclasses.replace(now.setting, plan=plan)
+            self.reducer.set_plan(plan)
         now.setting = dataclasses.replace(now.setting, sharding=sharded.lay_out())
         self.sharded = sharded
         self._install(now.exchange)

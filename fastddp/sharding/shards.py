@@ -157,9 +157,13 @@ class Shards:
         for span in bucket.spans:
             if (part := of_span(span)) is not None:
                 _C.view_of(flat, span.like, span.place).copy_(part)
-        self._gather.start(number, flat)
+        self._start(number, flat)
         self._gather.wait(number)
         return flat
+
+    def _start(self, number: int, flat: Tensor) -> None:
+        if flat.numel():  # gloo cannot gather nothing
+            self._gather.start(number, flat)
 
     # ------------------------------------------------------------------------------------------------------- a step
 
@@ -181,7 +185,7 @@ class Shards:
         travels = bucket.flat if bucket.travels is None else bucket.travels
         if bucket.main is not None:
             travels[own].copy_(bucket.main)
-        self._gather.start(number, travels)
+        self._start(number, travels)
 
     def wait_for(self, number: int) -> None:
         """Until bucket ``number`` is here. On a device only the current stream waits."""

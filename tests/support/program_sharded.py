@@ -163,8 +163,9 @@ def compare(candidate: Sharded, reference: Replicated, when: str) -> list[str]:
     found = []
     gradients = {} if candidate.begun else candidate.whole_gradients()
     for index in range(len(candidate.program.parameters)):
-        ours, theirs, error = candidate.parameter(index), reference.parameter(index), rounding(candidate, index)
-        theirs = torch.empty_like(ours, dtype=theirs.dtype).copy_(theirs)  # what had gaps has none in flat memory
+        error = rounding(candidate, index)
+        # What had gaps has none in flat memory.
+        ours, theirs = (one.parameter(index).clone(memory_format=torch.contiguous_format) for one in (candidate, reference))
         found.append(difference(f"parameter {index}", ours, theirs, error))
         gradient, expected = candidate.gradient(index), reference.gradient(index)
         if candidate.program.parameters[index].sparse:
