@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -62,7 +63,7 @@ class ShardedOptimizer(Optimizer, OfParts):
         **settings: Any,
     ) -> None:
         _check(model, optimizer_class, shard, gather)
-        self._model = model
+        self._of_model = weakref.ref(model)  # which has this optimizer, and goes at once when nobody else has it
         self._class, self._settings = optimizer_class, settings
         self._whole = shard == "parameters"
         self._wire = parameter_wire
@@ -78,6 +79,29 @@ class ShardedOptimizer(Optimizer, OfParts):
         self._inner: list[Optimizer] = []
         model.engine.shard(self)
         let_scalers_unscale_parts()
+
+    @property
+    def _model(self) -> DistributedDataParallel:
+        model = self._of_model()
+        if model is None:
+            raise RuntimeError("The model of this ShardedOptimizer is gone. Keep the wrapper." + see("FD042"))
+        return model
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raise RuntimeError: a copy would have no model."""
+        raise RuntimeError(
+            "A ShardedOptimizer cannot be pickled or copied, since it steps parameters of its model. Copy the model, and "
+            "make another optimizer for it." + see("FD042")
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of any optimizer, while it is made; later raise ValueError, because it has all parameters."""
+        if hasattr(self, "shards"):
+            raise ValueError(
+                "A ShardedOptimizer has all parameters of its model from the start. Make another one, with params= in "
+                "the groups that you want." + see("FD042")
+            )
+        super().add_param_group(param_group)
 
     def _check_parameters(self) -> None:
         now = self._model.engine.now
@@ -183,6 +207,11 @@ class ShardedOptimizer(Optimizer, OfParts):
             with torch.enable_grad():
                 loss = closure()
         shards = self.shards
+        if self._model.engine.sharded is not self:
+            raise RuntimeError(
+                "Another ShardedOptimizer has been made for this one's model, or the model's ranks have changed. Step the "
+                "newest one." + see("FD042")
+            )
         with torch.no_grad():
             shards.begin_step()
             self._check_gradients(shards)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from fastddp import _C
 from fastddp.bucket_plan import Buckets
+from fastddp.errors import see
 from fastddp.in_force import InForce
 from fastddp.module.main_gradients import without_memory
 from fastddp.sharding.arriving import ModulesWithArriving
@@ -81,6 +83,9 @@ class Shards:
         self.notices: dict[int, ShardedGradient] = {}
         self.buckets = [self._lay_out(number, bucket, wire) for number, bucket in enumerate(self.plan)]
         self._make_notices(now)
+        weakref.finalize(self, _forget, self._parameters, self.notices).atexit = False
+        self._names = setting.names
+        self._memory = [parameter.data_ptr() for parameter in self._parameters]
         self._gather = _C.Gather(
             setting.lanes_over(group), self.sharding, len(self.plan), now.reducer.interruption
         )
@@ -171,10 +176,21 @@ class Shards:
     def begin_step(self) -> None:
         """Before the optimizer steps: copies in fp32 follow what others have written to parameters."""
         self.wait()
+        self._check_memory()
         for span in self.spans():
             bucket = self.buckets[span.bucket]
             if bucket.main is not None and self._parameters[span.parameter]._version != self.versions[span.parameter]:
                 span.holder.copy_(_C.view_of(bucket.flat, span.like, span.place))
+
+    def _check_memory(self) -> None:
+        """Parameters are still views of the buckets' memory, which is what steps change."""
+        for index in (index for bucket in self.plan for index in bucket):
+            if self._parameters[index].data_ptr() != self._memory[index]:
+                raise RuntimeError(
+                    f"Parameter {self._names[index]} has other memory than its ShardedOptimizer has given it, so steps would not change "
+                    "it: .data was assigned, or the module converted. Convert the module before it is wrapped, and write "
+                    "values by parameter.copy_()." + see("FD042")
+                )
 
     def start_gather(self, number: int) -> None:
         """The rank's part of bucket ``number`` has been stepped: send it to all, and receive theirs."""
@@ -222,3 +238,10 @@ class Shards:
             self.wait_for(number)
             if not any(map(self._gather.is_on_its_way, range(len(self.buckets)))):
                 self.wait()
+
+
+def _forget(parameters: Sequence[Tensor], notices: Mapping[int, Tensor]) -> None:
+    """Gradients go with the optimizer that has them."""
+    for index, notice in notices.items():
+        if parameters[index].grad is notice:
+            parameters[index].grad = None

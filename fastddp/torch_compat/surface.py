@@ -141,6 +141,11 @@ class TorchSurface(TorchDDP):
         """Before a forward: note whether torch's Join lets ranks run out of inputs."""
         now = self.engine.now
         now.is_uneven = self._join_config.enable
+        if now.is_uneven and self.engine.sharded is not None:
+            raise RuntimeError(
+                "A ShardedOptimizer needs a step of every rank, and under join() some may have no inputs for one. Give "
+                "ranks the same number of inputs, or use an optimizer that is not sharded." + see("FD042")
+            )
         now.counts_ranks_with_inputs = now.is_uneven and not self._divide_by_initial_world_size
 
     def _make_engine(self) -> None:

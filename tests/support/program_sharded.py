@@ -59,6 +59,8 @@ class WithMomentum(Execution):
             return
         if self.begun and self.averaged and isinstance(op, Change | WrapAgain):
             return  # FIXME: averages come back that zero_grad has removed after a local backward
+        if self.averaged and not self.begun and self.program.options.hook in (*EIGHT_BITS, *AUTO):
+            super().run(Change("none"))  # because replicated gradients would travel again
         super().run(op)
         if not self.begun:
             self.averaged = any(self.parameter(index).grad is not None for index in self.dense)

@@ -327,16 +327,16 @@ def programs_of_accumulation(draw: st.DrawFn, world_size: int) -> Program:
     )
 
 
-def real(dtype: str) -> str:
-    return "float32" if dtype.startswith("complex") else dtype
-
-
 @st.composite
 def programs_of_sharded_optimizers(draw: st.DrawFn, world_size: int, hooks: Sequence[Hook] = EXACT) -> Program:
     """Over dense parameters, beside sparse ones with an optimizer of their own, and with many steps."""
     program = draw(programs(world_size, hooks=hooks))
-    if program.options.hook == "bf16":  # for which there are no complex numbers
-        program = replace(program, parameters=tuple(replace(s, dtype=real(s.dtype)) for s in program.parameters))
+    other = {"complex64": "float32"} if program.options.hook == "bf16" else {}  # for which there are no complex numbers
+    if program.options.hook in (*EIGHT_BITS, *AUTO):  # whose sums a part of the gradient has before they are rounded
+        other = {"float16": "float32", "bfloat16": "float32"}
+    program = replace(
+        program, parameters=tuple(replace(s, dtype=other.get(s.dtype, s.dtype)) for s in program.parameters)
+    )
     parameters = [replace(spec, steps_in_backward=False) for spec in program.parameters]
     if all(spec.frozen or spec.sparse for spec in parameters):
         parameters[0] = replace(parameters[0], frozen=False, sparse=False)
@@ -345,7 +345,7 @@ def programs_of_sharded_optimizers(draw: st.DrawFn, world_size: int, hooks: Sequ
         options = replace(options, main_gradients="no")
     options = replace(
         options,
-        sharded=draw(st.sampled_from(["elements", "elements", "parameters"])),
+        sharded="elements" if options.hook in EIGHT_BITS else draw(st.sampled_from(["elements", "elements", "parameters"])),
         gather=draw(st.sampled_from(get_args(Gather))),
         audit_every=draw(st.sampled_from([None, None, 1])) if not options.two_levels else None,
     )
