@@ -38,6 +38,10 @@ class Span(NamedTuple):
     bucket: int
     """Its number."""
 
+    def __repr__(self) -> str:
+        """Without ``like``, whose memory cannot be printed."""
+        return f"Span({self.begin} to {self.end} of parameter {self.parameter}, in bucket {self.bucket})"
+
 
 @dataclass
 class OneBucket:
@@ -105,7 +109,7 @@ class Shards:
                 parameter.data = view
         begin, end = self.sharding.runs(number)[self.sharding.rank]
         wire = wire if dtype == torch.float32 else None
-        main = flat[begin:end].float() if dtype in _16_BITS or wire is not None else None
+        main = flat[begin:end].to(torch.float32, copy=True) if dtype in _16_BITS or wire is not None else None
         spans = list(self._spans(number, flat if main is None else main, begin, in_run=main is not None))
         return OneBucket(flat, (begin, end), main, wire, spans)
 

@@ -25,7 +25,7 @@ from program_execution import (
     wrap_in_reference,
 )
 from program_hooks import plans_at_once
-from programs import AUTO, EIGHT_BITS, Change, Op, Program, Step, WrapAgain
+from programs import AUTO, EIGHT_BITS, Change, Op, Program, Raise, Step, WrapAgain
 
 MOMENTUM = 0.5
 
@@ -57,7 +57,7 @@ class WithMomentum(Execution):
         """Leaves out what is an error, or says nothing, as long as there are gradients that are not averaged."""
         if self.begun and (isinstance(op, Step) or op == Change("half")):
             return
-        if self.begun and self.averaged and isinstance(op, Change | WrapAgain):
+        if self.begun and self.averaged and isinstance(op, Change | Raise | WrapAgain):
             return  # FIXME: averages come back that zero_grad has removed after a local backward
         if self.averaged and not self.begun and self.program.options.hook in (*EIGHT_BITS, *AUTO):
             super().run(Change("none"))  # because replicated gradients would travel again
