@@ -40,7 +40,7 @@ class ShardedOptimizer(Optimizer, OfParts):
         gather: "step": when :meth:`step` returns, the current stream sees the new parameters. "forward": it returns at
             once. Who reads a parameter through its module waits for its bucket, so the next forward hides the gather.
             Before parameters are read in another way, call ``model.parameters_ready()``.
-        parameter_wire: fp32 parameters travel in this dtype. Ranks then compute with rounded parameters; the optimizer
+        parameter_wire: fp32 parameters travel in this dtype, fp16 or bf16. Ranks then compute with rounded parameters; the optimizer
             keeps fp32 copies of its part. None: as they are.
         **settings: of ``optimizer_class``, as ``lr``.
 
@@ -48,7 +48,7 @@ class ShardedOptimizer(Optimizer, OfParts):
         RuntimeError: the optimizer is made while gradients are being synchronised.
         TypeError: ``model`` is not a wrapper of fastddp's.
         ValueError: a parameter is not the model's, or one of the model's is missing; ``optimizer_class`` needs whole
-            parameters; or gradients travel in a way that cannot be sharded.
+            parameters; or gradients travel in a way that cannot be sharded; or ``parameter_wire`` is another dtype.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class ShardedOptimizer(Optimizer, OfParts):
         **settings: Any,
     ) -> None:
         _check(model, optimizer_class, shard, gather)
+        if parameter_wire not in (None, torch.float16, torch.bfloat16):
+            raise ValueError(f"parameter_wire must be torch.float16 or torch.bfloat16, got {parameter_wire}." + see("FD024"))
         self._of_model = weakref.ref(model)  # which has this optimizer, and goes at once when nobody else has it
         self._class, self._settings = optimizer_class, settings
         self._whole = shard == "parameters"

@@ -47,6 +47,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "no wrapper": (TypeError, r"takes a fastddp\.DistributedDataParallel, got Parts(.|\n)*FD024", lambda: sharded(Parts())),
     "an unknown way to shard": (ValueError, "shard must be .*rows.*FD024", lambda: sharded(wrapped(), shard="rows")),
     "an unknown way to gather": (ValueError, "gather must be .*now.*FD024", lambda: sharded(wrapped(), gather="now")),
+    "a wire of 32 bits": (ValueError, "got torch.float32(.|\n)*FD024", lambda: sharded(wrapped(), parameter_wire=torch.float32)),
     "Muon by elements": (
         ValueError,
         r'Muon needs whole parameters(.|\n)*shard="parameters"(.|\n)*FD042',

@@ -79,23 +79,31 @@ class Replicated(WithMomentum):
 
     def _make_optimizer_of_dense(self) -> None:
         self._main = {
-            index: self.parameter(index).detach().float().requires_grad_()
+            index: self.parameter(index).detach().to(torch.float32, copy=True).requires_grad_()
             for index in self.dense
-            if self.parameter(index).dtype in (torch.float16, torch.bfloat16)
+            if self.parameter(index).dtype in (torch.float16, torch.bfloat16) or self._travels_as_bf16(index)
         }
         stepped = [self._main.get(index, self.parameter(index)) for index in self.dense]
         self.optimizer = torch.optim.SGD(stepped, lr=LEARNING_RATE, momentum=MOMENTUM)
 
+    def _travels_as_bf16(self, index: int) -> bool:
+        return self.program.options.parameter_wire and self.parameter(index).dtype == torch.float32
+
+    def _rounded(self, index: int) -> Tensor:
+        """What other ranks get of a copy."""
+        main = self._main[index].detach()
+        return main.to(torch.bfloat16 if self._travels_as_bf16(index) else self.parameter(index).dtype)
+
+    @torch.no_grad()
     def _step_dense(self) -> None:
         for index, main in self._main.items():
             parameter = self.parameter(index)
-            with torch.no_grad():
-                main.copy_(torch.where(main.to(parameter.dtype) == parameter, main, parameter))
+            is_as_it_was = (self._rounded(index) == parameter) | (main == parameter)
+            main.copy_(torch.where(is_as_it_was, main, parameter))
             main.grad = None if parameter.grad is None else parameter.grad.float()
         self.optimizer.step()
-        for index, main in self._main.items():
-            with torch.no_grad():
-                self.parameter(index).copy_(main)
+        for index in self._main:
+            self.parameter(index).copy_(self._rounded(index))
 
 
 class Sharded(WithMomentum):
@@ -110,6 +118,7 @@ class Sharded(WithMomentum):
             [self.parameter(index) for index in self.dense],
             shard=options.sharded,
             gather=options.gather,
+            parameter_wire=torch.bfloat16 if options.parameter_wire else None,
             lr=LEARNING_RATE,
             momentum=MOMENTUM,
         )

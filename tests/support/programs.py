@@ -40,6 +40,7 @@ Usage = Literal["all", "find_unused_parameters", "static_graph", "skip_all_reduc
 Average = Literal["mean", "sum", "tensor", "callable"]
 Hook = Literal["none", "allreduce", "python", "fp16", "bf16", "int8", "e4m3", "e5m2", "auto", "auto, then plain"]
 EXACT: tuple[Hook, ...] = ("none", "none", "allreduce")
+SIXTEEN_BITS: tuple[Hook, ...] = ("fp16", "bf16")
 EIGHT_BITS: tuple[Hook, ...] = ("int8", "e4m3", "e5m2")
 AUTO: tuple[Hook, ...] = ("auto", "auto", "auto, then plain")
 Sharded = Literal["no", "elements", "parameters"]
@@ -63,6 +64,7 @@ class Options:
     audit_every: int | None = None
     sharded: Sharded = "no"  # the optimizer
     gather: Gather = "step"
+    parameter_wire: bool = False  # fp32 parameters travel as bf16
 
     @property
     def usage_is_fixed(self) -> bool:
@@ -334,10 +336,10 @@ def programs_of_sharded_optimizers(draw: st.DrawFn, world_size: int, hooks: Sequ
     other = {"complex64": "float32"} if program.options.hook == "bf16" else {}  # for which there are no complex numbers
     if program.options.hook in (*EIGHT_BITS, *AUTO):  # whose sums a part of the gradient has before they are rounded
         other = {"float16": "float32", "bfloat16": "float32"}
-    program = replace(
-        program, parameters=tuple(replace(s, dtype=other.get(s.dtype, s.dtype)) for s in program.parameters)
-    )
-    parameters = [replace(spec, steps_in_backward=False) for spec in program.parameters]
+    wire = draw(st.sampled_from([False, False, True]))
+    if wire:  # it could round real numbers only here: copies of complex ones are not written by hand
+        other = {**other, "complex64": "float32"}
+    parameters = [replace(s, dtype=other.get(s.dtype, s.dtype), steps_in_backward=False) for s in program.parameters]
     if all(spec.frozen or spec.sparse for spec in parameters):
         parameters[0] = replace(parameters[0], frozen=False, sparse=False)
     options = program.options
@@ -347,6 +349,7 @@ def programs_of_sharded_optimizers(draw: st.DrawFn, world_size: int, hooks: Sequ
         options,
         sharded="elements" if options.hook in EIGHT_BITS else draw(st.sampled_from(["elements", "elements", "parameters"])),
         gather=draw(st.sampled_from(get_args(Gather))),
+        parameter_wire=wire,
         audit_every=draw(st.sampled_from([None, None, 1])) if not options.two_levels else None,
     )
     writes = st.builds(Write, st.integers(0, len(parameters) - 1))
