@@ -250,7 +250,9 @@ class Engine:
             self.reducer.fix_usage()
         plan = recipe.plan(now.setting.parameters, order)
         if self.sharded is not None and become_complete_in_order(now.setting.plan, order):
-            plan = now.setting.plan  # others would be little better, and parameters and the optimizer's state would move
+            plan = (
+                now.setting.plan
+            )  # others would be little better, and parameters and the optimizer's state would move
         bucket_bytes = [sum(now.setting.parameters[index].nbytes for index in bucket) for bucket in plan]
         now.setting = dataclasses.replace(now.setting, divide_in_collective=self._divides_in_collective(order))
         self.use_plan(plan, lanes_pay(bucket_bytes))
@@ -281,8 +283,6 @@ class Engine:
 
     def use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:
         """Use these buckets and lanes from the next window on."""
-        if self.sharded is not None:
-            plan = with_one_dtype(plan, self.now.parameters.tensors)
         is_another = plan != self.now.setting.plan
         self.now.setting = dataclasses.replace(
             self.now.setting, plan=plan, several_lanes=several_lanes, lanes_were_measured=lanes_were_measured

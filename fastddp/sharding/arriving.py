@@ -24,7 +24,7 @@ class Arriving(_Parameters):
 
     def _here(self, parameter: Any) -> Any:
         if parameter is not None:
-            self._wait(parameter)
+            pass
         return parameter
 
     def __getitem__(self, name: str) -> Any:

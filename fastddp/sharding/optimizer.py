@@ -64,7 +64,9 @@ class ShardedOptimizer(Optimizer, OfParts):
     ) -> None:
         _check(model, optimizer_class, shard, gather)
         if parameter_wire not in (None, torch.float16, torch.bfloat16):
-            raise ValueError(f"parameter_wire must be torch.float16 or torch.bfloat16, got {parameter_wire}." + see("FD024"))
+            raise ValueError(
+                f"parameter_wire must be torch.float16 or torch.bfloat16, got {parameter_wire}." + see("FD024")
+            )
         self._of_model = weakref.ref(model)  # which has this optimizer, and goes at once when nobody else has it
         self._class, self._settings = optimizer_class, settings
         self._whole = shard == "parameters"

@@ -90,17 +90,19 @@ class Shards:
         weakref.finalize(self, _forget, self._parameters, self.notices).atexit = False
         self._names = setting.names
         self._memory = [parameter.data_ptr() for parameter in self._parameters]
-        self._gather = _C.Gather(
-            setting.lanes_over(group), self.sharding, len(self.plan), now.reducer.interruption
-        )
-        self._numbers = {id(self._parameters[index]): number for number, bucket in enumerate(self.plan) for index in bucket}
+        self._gather = _C.Gather(setting.lanes_over(group), self.sharding, len(self.plan), now.reducer.interruption)
+        self._numbers = {
+            id(self._parameters[index]): number for number, bucket in enumerate(self.plan) for index in bucket
+        }
         self._arriving: ModulesWithArriving | None = None
         self.versions = [parameter._version for parameter in self._parameters]
 
     def _lay_out(self, number: int, bucket: Sequence[int], wire: torch.dtype | None) -> OneBucket:
         parameters = [self._parameters[index] for index in bucket]
         places = self.sharding.places(number)
-        dtype = torch.empty(0, dtype=parameters[0].dtype).real.dtype if parameters[0].is_complex() else parameters[0].dtype
+        dtype = (
+            torch.empty(0, dtype=parameters[0].dtype).real.dtype if parameters[0].is_complex() else parameters[0].dtype
+        )
         flat = torch.zeros(self.sharding.length(number), dtype=dtype, device=parameters[0].device)
         with torch.no_grad():
             for parameter, place in zip(parameters, places, strict=True):
@@ -119,7 +121,9 @@ class Shards:
             if begin == end:
                 continue
             parameter, at = self._parameters[index], offset + (0 if in_run else run)
-            like = parameter if end - begin == parameter.numel() else parameter.detach().new_empty(0).resize_(end - begin)
+            like = (
+                parameter if end - begin == parameter.numel() else parameter.detach().new_empty(0).resize_(end - begin)
+            )
             view = _C.view_of(memory, like, at)
             holder = nn.Parameter(view.detach())
             yield Span(index, begin, end, holder, run + offset, without_memory(holder, holder.dtype), number)
@@ -232,7 +236,9 @@ class Shards:
 
     def wait_where_read(self, module: nn.Module) -> None:
         """Let parameters arrive. Who reads one through ``module`` or a module in it waits for its bucket."""
-        self._arriving = ModulesWithArriving(module, (self._parameters[index] for bucket in self.plan for index in bucket))
+        self._arriving = ModulesWithArriving(
+            module, (self._parameters[index] for bucket in self.plan for index in bucket)
+        )
         self._arriving.begin(self._wait_for_parameter)
 
     @torch.no_grad()

@@ -44,10 +44,18 @@ def values(model: nn.Module) -> list[float]:
 # ------------------------------------------------------------------------------------------------- what it refuses
 
 WRONG: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
-    "no wrapper": (TypeError, r"takes a fastddp\.DistributedDataParallel, got Parts(.|\n)*FD024", lambda: sharded(Parts())),
+    "no wrapper": (
+        TypeError,
+        r"takes a fastddp\.DistributedDataParallel, got Parts(.|\n)*FD024",
+        lambda: sharded(Parts()),
+    ),
     "an unknown way to shard": (ValueError, "shard must be .*rows.*FD024", lambda: sharded(wrapped(), shard="rows")),
     "an unknown way to gather": (ValueError, "gather must be .*now.*FD024", lambda: sharded(wrapped(), gather="now")),
-    "a wire of 32 bits": (ValueError, "got torch.float32(.|\n)*FD024", lambda: sharded(wrapped(), parameter_wire=torch.float32)),
+    "a wire of 32 bits": (
+        ValueError,
+        "got torch.float32(.|\n)*FD024",
+        lambda: sharded(wrapped(), parameter_wire=torch.float32),
+    ),
     "Muon by elements": (
         ValueError,
         r'Muon needs whole parameters(.|\n)*shard="parameters"(.|\n)*FD042',
@@ -144,7 +152,9 @@ def test_a_step_after_a_backward_that_failed_on_one_rank_is_refused_on_all(rank:
     model = wrapped()
     optimizer = sharded(model, momentum=0.5)
     for _ in range(2):
-        with pytest.raises(Expected if rank == 0 else RuntimeError, match="middle" if rank == 0 else "failed on rank 0"):
+        with pytest.raises(
+            Expected if rank == 0 else RuntimeError, match="middle" if rank == 0 else "failed on rank 0"
+        ):
             model(torch.ones(1), "ab", rank == 0).backward()
         with pytest.raises(RuntimeError, match="on rank 0.* are void on all ranks"):
             optimizer.step()

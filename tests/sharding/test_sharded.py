@@ -87,7 +87,9 @@ def both(rank: int, module: type[nn.Module], optimizer: Optimizer, how: dict[str
     found = []
     for sharded in (False, True):
         training = Training(rank, module(), **options)
-        training.train(of(training.model, optimizer, **how) if sharded else optimizer(training.model.parameters()), **train)
+        training.train(
+            of(training.model, optimizer, **how) if sharded else optimizer(training.model.parameters()), **train
+        )
         found.append(training.parameters())
         assert all(equal(found[-1], others) for others in of_ranks(found[-1]))
     return found

@@ -182,15 +182,23 @@ def compare(candidate: Sharded, reference: Replicated, when: str) -> list[str]:
     for index in range(len(candidate.program.parameters)):
         error = rounding(candidate, index)
         # What had gaps has none in flat memory.
-        ours, theirs = (one.parameter(index).clone(memory_format=torch.contiguous_format) for one in (candidate, reference))
+        ours, theirs = (
+            one.parameter(index).clone(memory_format=torch.contiguous_format) for one in (candidate, reference)
+        )
         found.append(difference(f"parameter {index}", ours, theirs, error))
         gradient, expected = candidate.gradient(index), reference.gradient(index)
         if candidate.program.parameters[index].sparse:
             found.append(difference(f"gradient {index}", gradient, expected, error))
-        elif gradient is None or expected is None or (gradient.dtype, gradient.shape) != (expected.dtype, expected.shape):
+        elif (
+            gradient is None or expected is None or (gradient.dtype, gradient.shape) != (expected.dtype, expected.shape)
+        ):
             found.append("" if gradient is expected else f"gradient {index} is {gradient!r}, expected {expected}")
         elif index in gradients:
-            found.append(difference(f"gradient {index}", gradients[index], torch.empty_like(gradients[index]).copy_(expected), error))
+            found.append(
+                difference(
+                    f"gradient {index}", gradients[index], torch.empty_like(gradients[index]).copy_(expected), error
+                )
+            )
         elif not candidate.begun and expected.numel():
             found.append(f"gradient {index} is nowhere, expected {expected}")
     for name, buffer in candidate.module.named_buffers():

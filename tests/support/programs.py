@@ -347,7 +347,9 @@ def programs_of_sharded_optimizers(draw: st.DrawFn, world_size: int, hooks: Sequ
         options = replace(options, main_gradients="no")
     options = replace(
         options,
-        sharded="elements" if options.hook in EIGHT_BITS else draw(st.sampled_from(["elements", "elements", "parameters"])),
+        sharded="elements"
+        if options.hook in EIGHT_BITS
+        else draw(st.sampled_from(["elements", "elements", "parameters"])),
         gather=draw(st.sampled_from(get_args(Gather))),
         parameter_wire=wire,
         audit_every=draw(st.sampled_from([None, None, 1])) if not options.two_levels else None,
