@@ -250,9 +250,8 @@ class Engine:
             self.reducer.fix_usage()
         plan = recipe.plan(now.setting.parameters, order)
         if self.sharded is not None and become_complete_in_order(now.setting.plan, order):
-            plan = (
-                now.setting.plan
-            )  # others would be little better, and parameters and the optimizer's state would move
+            # Others would be little better, and parameters and the optimizer's state would move.
+            plan = now.setting.plan
         bucket_bytes = [sum(now.setting.parameters[index].nbytes for index in bucket) for bucket in plan]
         now.setting = dataclasses.replace(now.setting, divide_in_collective=self._divides_in_collective(order))
         self.use_plan(plan, lanes_pay(bucket_bytes))

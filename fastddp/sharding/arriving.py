@@ -24,7 +24,7 @@ class Arriving(_Parameters):
 
     def _here(self, parameter: Any) -> Any:
         if parameter is not None:
-            pass
+            self._wait(parameter)
         return parameter
 
     def __getitem__(self, name: str) -> Any:

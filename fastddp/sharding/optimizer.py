@@ -94,8 +94,8 @@ class ShardedOptimizer(Optimizer, OfParts):
     def __getstate__(self) -> dict[str, Any]:
         """Raise RuntimeError: a copy would have no model."""
         raise RuntimeError(
-            "A ShardedOptimizer cannot be pickled or copied, since it steps parameters of its model. Copy the model, and "
-            "make another optimizer for it." + see("FD042")
+            "A ShardedOptimizer cannot be pickled or copied, since it steps parameters of its model. Copy the model, "
+            "and make another optimizer for it." + see("FD042")
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -213,8 +213,8 @@ class ShardedOptimizer(Optimizer, OfParts):
         shards = self.shards
         if self._model.engine.sharded is not self:
             raise RuntimeError(
-                "Another ShardedOptimizer has been made for this one's model, or the model's ranks have changed. Step the "
-                "newest one." + see("FD042")
+                "Another ShardedOptimizer has been made for this one's model, or the model's ranks have changed. Step "
+                "the newest one." + see("FD042")
             )
         with torch.no_grad():
             shards.begin_step()

@@ -195,9 +195,9 @@ class Shards:
         for index in (index for bucket in self.plan for index in bucket):
             if self._parameters[index].data_ptr() != self._memory[index]:
                 raise RuntimeError(
-                    f"Parameter {self._names[index]} has other memory than its ShardedOptimizer has given it, so steps would not change "
-                    "it: .data was assigned, or the module converted. Convert the module before it is wrapped, and write "
-                    "values by parameter.copy_()." + see("FD042")
+                    f"Parameter {self._names[index]} has other memory than its ShardedOptimizer has given it, so "
+                    "steps would not change it: .data was assigned, or the module converted. Convert the module before "
+                    "it is wrapped, and write values by parameter.copy_()." + see("FD042")
                 )
 
     def start_gather(self, number: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import fastddp
 from fastddp import comm_hooks
@@ -103,12 +103,12 @@ def test_gradients_that_cannot_be_sharded_are_refused_before_and_after(rank: int
     model = wrapped()
     model.register_comm_hook(*state_and_hook())
     memory = model.module.a.data_ptr()
-    with pytest.raises(ValueError, match=f"{match}(.|\n)*FD042"):
+    with pytest.raises(ValueError, match=rf"{match}(.|\n)*FD042"):
         sharded(model)
     assert model.module.a.data_ptr() == memory
     model = wrapped()
     optimizer = sharded(model)
-    with pytest.raises(ValueError, match=f"{match}(.|\n)*FD042"):
+    with pytest.raises(ValueError, match=rf"{match}(.|\n)*FD042"):
         model.register_comm_hook(*state_and_hook())
     backward(model, rank)
     optimizer.step()
@@ -156,7 +156,7 @@ def test_a_step_after_a_backward_that_failed_on_one_rank_is_refused_on_all(rank:
             Expected if rank == 0 else RuntimeError, match="middle" if rank == 0 else "failed on rank 0"
         ):
             model(torch.ones(1), "ab", rank == 0).backward()
-        with pytest.raises(RuntimeError, match="on rank 0.* are void on all ranks"):
+        with pytest.raises(RuntimeError, match=r"on rank 0.* are void on all ranks"):
             optimizer.step()
         optimizer.zero_grad()
         before = values(model)
