@@ -65,6 +65,20 @@ def plan_buckets(parameters: Sequence[Tensor], caps: Sequence[int], order: Seque
     return plan + [bucket.members for bucket in open_buckets.values() if bucket.members]
 
 
+def with_one_dtype(plan: Buckets, parameters: Sequence[Tensor]) -> Buckets:
+    """``plan``, cut where gradients of one dtype are those of parameters of several.
+
+    Example: [[3, 2, 1, 0]] becomes [[3, 1], [2, 0]] if parameters 0 and 2 are fp32 and 1 and 3 are bf16.
+    """
+    parts: Buckets = []
+    for bucket in plan:
+        of_dtype: dict[torch.dtype, list[int]] = {}
+        for index in bucket:
+            of_dtype.setdefault(parameters[index].dtype, []).append(index)
+        parts += of_dtype.values()
+    return parts
+
+
 def become_complete_in_order(plan: Buckets, order: Sequence[int]) -> bool:
     """Whether buckets of ``plan`` become complete one after the other, if gradients come in ``order``.
 

@@ -440,7 +440,7 @@ class DistributedDataParallel(Additions):
             set_to_none: free gradients in ``parameter.grad``. Those in ``main_grad`` are always set to zero in place.
         """
         super().zero_grad(set_to_none)
-        self.engine.now.main_gradients.set_zero(self._recipe.parameters.tensors)
+        self.engine.zero_gradients()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` exchange the gradients of each bucket, in place of the averaging allreduce.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastddp import _C, comm_hooks
-from fastddp.bucket_plan import Buckets, become_complete_in_order, plan_buckets
+from fastddp.bucket_plan import Buckets, become_complete_in_order, plan_buckets, with_one_dtype
 from fastddp.config import Config
 from fastddp.exchange.averages import divides_first
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting, check_wire
@@ -307,6 +307,10 @@ class Engine:
         now = self.now
         for exchange in (now.exchange, *getattr(self.schedule, "may_use", ())):
             check_shardable(exchange, now.setting)
+        plan = with_one_dtype(now.setting.plan, now.parameters.tensors)
+        if plan != now.setting.plan:
+            now.setting = dataclasses.replace(now.setting, plan=plan)
+            self.reducer.set_plan(plan)
         now.setting = dataclasses.replace(now.setting, sharding=sharded.lay_out())
         self.sharded = sharded
         self._install(now.exchange)
@@ -383,6 +387,11 @@ class Engine:
             is_sum = self.recipe.gradient_average == "sum"
             self.reducer.set_weighting(_C.Weighting.sum if is_sum else _C.Weighting.mean)
         self.reducer.arm(tensors_in(output))
+
+    def zero_gradients(self) -> None:
+        """``zero_grad`` has removed what is in ``.grad``: remove gradients that are elsewhere."""
+        self.now.main_gradients.set_zero(self.now.parameters.tensors)
+        self.reducer.forget_gradients()
 
     def shadow_window(self) -> None:
         """Take part in a window of the other ranks, without gradients."""

@@ -71,10 +71,10 @@ bool held_by_parameter_alone(const at::Tensor& gradient, const variable_list& in
 // Runs before a node of the graph.
 class BeforeNode : public torch::autograd::FunctionPreHook {
  public:
-  explicit BeforeNode(std::function<void()> call) : call_(std::move(call)) {}
+  explicit BeforeNode(std::function<void(const variable_list&)> call) : call_(std::move(call)) {}
 
   variable_list operator()(const variable_list& gradients) override {
-    call_();
+    call_(gradients);
     return gradients;
   }
 
@@ -83,7 +83,7 @@ class BeforeNode : public torch::autograd::FunctionPreHook {
   }
 
  private:
-  std::function<void()> call_;
+  std::function<void(const variable_list&)> call_;
 };
 
 }  // namespace
@@ -97,7 +97,7 @@ bool on_backward_through(const std::vector<at::Tensor>& outputs, const std::func
   for (const auto& output : outputs) {
     const auto& node = output.grad_fn();
     if (!node) continue;
-    node->add_pre_hook(std::make_unique<BeforeNode>(on_begin));
+    node->add_pre_hook(std::make_unique<BeforeNode>([on_begin](const variable_list&) { on_begin(); }));
     any = true;
   }
   return any;
@@ -109,7 +109,8 @@ GradHooks::GradHooks(const std::vector<at::Tensor>& parameters, const BeforeGrad
   for (size_t index = 0; index < parameters.size(); ++index) {
     auto accumulator = torch::autograd::impl::grad_accumulator(parameters[index]);
     TORCH_CHECK(accumulator, "fastddp: parameter ", index, " does not require a gradient");
-    auto before = std::make_unique<BeforeNode>([before_gradient, index] { before_gradient(index); });
+    auto before = std::make_unique<BeforeNode>(
+        [before_gradient, index](const variable_list& incoming) { before_gradient(index, incoming.at(0).defined()); });
     const auto* const before_hook = before.get();
     accumulator->add_pre_hook(std::move(before));
     const auto after = accumulator->add_post_hook(std::make_unique<LambdaPostHook>(

@@ -18,7 +18,7 @@ bool held_by_parameter_alone(const at::Tensor& gradient);
 // this object.
 class GradHooks {
  public:
-  using BeforeGradient = std::function<void(size_t parameter)>;
+  using BeforeGradient = std::function<void(size_t parameter, bool is_defined)>;
   using OnGradient = std::function<void(size_t parameter, const at::Tensor& incoming, bool exclusive)>;
 
   GradHooks(const std::vector<at::Tensor>& parameters, const BeforeGradient& before_gradient,

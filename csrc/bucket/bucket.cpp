@@ -124,7 +124,8 @@ void Bucket::place_main(size_t member) {
 // ---------------------------------------------------------------------------------------------------- note [Placeholders]
 
 void Bucket::take_notice(size_t member) {
-  if (shard != nullptr) shard->take_back(member, held(member));
+  // If there is a placeholder, the notice has been taken away for it.
+  if (shard != nullptr && !window[member].has_placeholder()) shard->take_back(member, held(member));
 }
 
 void Bucket::use_placeholder(size_t member, bool counts) {

@@ -135,6 +135,12 @@ void Buckets::take_notice(size_t parameter) {
   buckets_[bucket].take_notice(member);
 }
 
+void Buckets::forget_gradients() {
+  for (auto& bucket : buckets_) {
+    if (bucket.shard != nullptr) bucket.shard->forget();
+  }
+}
+
 void Buckets::reset() {
   for (const auto& [device, rows] : measured_rows_) rows->reset();
   for (auto& bucket : buckets_) bucket.reset();

@@ -43,6 +43,8 @@ class Buckets {
                       const std::vector<at::Tensor>& notices);
   bool are_sharded() const { return are_sharded_; }
   void take_notice(size_t parameter);
+  // All gradients have been removed, those too that notices stood for.
+  void forget_gradients();
 
   // A bucket's wire. `members`: where each gradient begins in it, and its length there, in numbers.
   struct WireLayout {

@@ -25,10 +25,14 @@ OwnShard::OwnShard(const Sharding& sharding, size_t bucket, std::vector<at::Tens
 }
 
 void OwnShard::take_back(size_t member, at::Tensor& gradient) {
+  const auto span = span_of_[member];
+  if (!gradient.defined()) {
+    taken_back_[member] = false;
+    if (span) kept_[*span].reset();
+  }
   if (!gradient.defined() || !is_notice(member, gradient)) return;
   gradient.reset();
   taken_back_[member] = true;
-  const auto span = span_of_[member];
   if (span && spans.held(*span).defined()) kept_[*span] = spans.held(*span).clone();
 }
 
@@ -101,10 +105,14 @@ void OwnShard::add(const Bucket& bucket, size_t member, const at::Tensor& whole)
   about_to_write(spans.held(*span)).add_(view_of(whole, spans.layout[*span].like, begin));
 }
 
-void OwnShard::zero() {
+void OwnShard::forget() {
   taken_back_.assign(taken_back_.size(), false);
+  kept_.assign(kept_.size(), {});
+}
+
+void OwnShard::zero() {
+  forget();
   for (size_t span = 0; span < spans.size(); ++span) {
-    kept_[span].reset();
     if (spans.held(span).defined()) about_to_write(spans.held(span)).zero_();
   }
 }

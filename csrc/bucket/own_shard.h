@@ -33,8 +33,10 @@ class OwnShard {
 
   // Whether the notice is in `gradient`, which is that of the bucket's member.
   bool is_notice(size_t member, const at::Tensor& gradient) const { return gradient.is_same(notices_[member]); }
-  // Takes the notice out of `gradient`, if it is there.
+  // Takes the notice out of `gradient`, if it is there. If there is nothing, what was taken back before has been removed since.
   void take_back(size_t member, at::Tensor& gradient);
+  // All gradients have been removed.
+  void forget();
 
   // The ranks' sums are in this rank's run of `wire`. Makes them the spans' gradients.
   void take(Bucket& bucket, const at::Tensor& wire);

@@ -70,7 +70,9 @@ class Codec {
   virtual bool is_sharded() const { return false; }
   // In place of decode() where gradients are sharded: writes those of `bucket.shard` from this rank's run of the sum. `wire`: what
   // travelled, of a leg without a format.
-  virtual void decode_shard(Bucket& bucket, const at::Tensor& wire) { TORCH_CHECK(false, "fastddp: this codec needs whole gradients"); }
+  virtual void decode_shard(Bucket& bucket, const at::Tensor& wire) {
+    TORCH_CHECK(false, "fastddp: this codec needs whole gradients");
+  }
 
   // Returns `BucketWindow::measured`, after decode().
   virtual const std::vector<at::Tensor>& measure(Bucket& bucket) { return bucket.measure(); }

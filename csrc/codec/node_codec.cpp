@@ -198,8 +198,8 @@ class NodeCodec : public Codec {
 
 }  // namespace
 
-std::unique_ptr<Codec> make_node_codec(std::shared_ptr<Codec> outer, std::shared_ptr<Sharding> shards,
-                                       bool remembers, bool spreads) {
+std::unique_ptr<Codec> make_node_codec(std::shared_ptr<Codec> outer, std::shared_ptr<Sharding> shards, bool remembers,
+                                       bool spreads) {
   return std::make_unique<NodeCodec>(std::move(outer), std::move(shards), remembers, spreads);
 }
 

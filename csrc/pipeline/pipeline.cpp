@@ -45,7 +45,8 @@ std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std:
   std::vector<std::shared_ptr<Route>> routes;
   for (const auto& route : outer.routes_) {
     route->set_weighting({remembers ? Weighting::Kind::mean : Weighting::Kind::sum});
-    std::vector<std::shared_ptr<Transport>> transports{make_shard_sum(node, shards->device(), cut, /*own_sums=*/false, ranks, times)};
+    std::vector<std::shared_ptr<Transport>> transports{
+        make_shard_sum(node, shards->device(), cut, /*own_sums=*/false, ranks, times)};
     std::ranges::copy(route->transports(), std::back_inserter(transports));
     if (spreads) transports.push_back(make_shard_spread(node, shards->device(), cut));
     auto codec = make_node_codec(route->codec(), shards, remembers, spreads);

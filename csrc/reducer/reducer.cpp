@@ -26,7 +26,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       local_(buckets_, window_),
       closing_(buckets_, window_, *process_group_, shared_sums_),
       hooks_(
-          buckets_.parameters(), [this](size_t parameter) { before_gradient(parameter); },
+          buckets_.parameters(), [this](size_t parameter, bool is_defined) { before_gradient(parameter, is_defined); },
           [this](size_t parameter, const at::Tensor& incoming, bool exclusive) {
             on_gradient(parameter, incoming, exclusive);
           }) {
@@ -209,12 +209,12 @@ void Reducer::note_backward() {
 // Note [Before the first gradient]
 // A window begins before autograd writes its first gradient: placeholders hold what gradients were until then. If the
 // window began after that gradient, a placeholder would take it for an older one, and it would be averaged twice.
-void Reducer::before_gradient(size_t parameter) {
+void Reducer::before_gradient(size_t parameter, bool is_defined) {
   if (shared_sums_.are_there()) {
     const std::lock_guard lock(mutex_);
     shared_sums_.zero(buckets_, parameter);
   }
-  if (buckets_.are_sharded()) {
+  if (is_defined && buckets_.are_sharded()) {
     const std::lock_guard lock(mutex_);
     const c10::AutoGradMode no_grad(false);
     buckets_.take_notice(parameter);

@@ -130,6 +130,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
                       const std::vector<at::Tensor>& notices);
 
+  // Sharded gradients have been removed, or set to zero.
+  void forget_gradients() {
+    const std::lock_guard lock(mutex_);
+    buckets_.forget_gradients();
+  }
+
   void set_exchange(std::shared_ptr<Exchange> exchange);
 
   // Where the wires of coming exchanges come from; null: ordinary memory. Otherwise wires of a new plan wait for its exchange.
@@ -154,7 +160,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // From a forward to a gradient.
   void on_backward_begin();
   void note_backward();
-  void before_gradient(size_t parameter);
+  void before_gradient(size_t parameter, bool is_defined);
   bool adds_up() const;
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
   void on_local_gradient(size_t parameter, bool exclusive);

@@ -109,7 +109,8 @@ at::Tensor Ticks::measure(const Window& window) {
 
 bool Ticks::has_written_not_finite() const {
   for (const auto& bucket : buckets_.all()) {
-    for (const auto& measured : bucket.shard == nullptr ? bucket.window.measured : bucket.shard->spans.window.measured) {
+    for (const auto& measured :
+         bucket.shard == nullptr ? bucket.window.measured : bucket.shard->spans.window.measured) {
       if (!measured.is_cpu()) continue;
       const auto* numbers = measured.const_data_ptr<double>();
       for (int64_t i = 1; i < measured.numel(); i += 2) {

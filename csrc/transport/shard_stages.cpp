@@ -69,7 +69,8 @@ class ShardSum : public ShardStage {
   // The smallest one in which the message fits, if runs are equal parts; else it may still be too small.
   void take_room(Piece& piece) const {
     const auto fits = [&](const at::Tensor& room) {
-      return room.scalar_type() == piece.wire.scalar_type() && room.numel() + room.numel() / (lanes_.ranks() - 1) >= piece.wire.numel();
+      return room.scalar_type() == piece.wire.scalar_type() &&
+             room.numel() + room.numel() / (lanes_.ranks() - 1) >= piece.wire.numel();
     };
     const auto size = [&](const at::Tensor& room) { return fits(room) ? room.nbytes() : SIZE_MAX; };
     const auto found = std::ranges::min_element(rooms_, {}, size);

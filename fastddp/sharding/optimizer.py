@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from fastddp import _C
@@ -45,15 +47,15 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         gather: "step": when :meth:`step` returns, the current stream sees the new parameters. "forward": it returns at
             once. Who reads a parameter through its module waits for its bucket, so the next forward hides the gather.
             Before parameters are read in another way, call ``model.parameters_ready()``.
-        parameter_wire: fp32 parameters travel in this dtype. Ranks then compute with rounded parameters; the optimizer
-            keeps fp32 copies of its part. None: as they are.
+        parameter_wire: fp32 parameters travel in this dtype, fp16 or bf16. Ranks then compute with rounded parameters;
+            the optimizer keeps fp32 copies of its part. None: as they are.
         **settings: of ``optimizer_class``, as ``lr``.
 
     Raises:
         RuntimeError: the optimizer is made while gradients are being synchronised.
         TypeError: ``model`` is not a wrapper of fastddp's.
-        ValueError: a parameter is not the model's; ``optimizer_class`` needs whole parameters; or gradients travel in
-            a way that cannot be sharded.
+        ValueError: a parameter is not the model's; ``optimizer_class`` needs whole parameters; gradients travel in a
+            way that cannot be sharded; or ``parameter_wire`` is another dtype.
     """
 
     def __init__(
@@ -68,7 +70,11 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         **settings: Any,
     ) -> None:
         _check(model, optimizer_class, shard, gather)
-        self._model = model
+        if parameter_wire not in (None, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"parameter_wire must be torch.float16 or torch.bfloat16, got {parameter_wire}." + see("FD024")
+            )
+        self._of_model = weakref.ref(model)  # which has this optimizer, and goes at once when nobody else has it
         self._class, self._settings = optimizer_class, settings
         self._whole = shard == "parameters"
         self._wire = parameter_wire
@@ -84,6 +90,20 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         Joinable.__init__(self)
         model.engine.shard(self)
         let_scalers_unscale_parts()
+
+    @property
+    def _model(self) -> DistributedDataParallel:
+        model = self._of_model()
+        if model is None:
+            raise RuntimeError("The model of this ShardedOptimizer is gone. Keep the wrapper." + see("FD042"))
+        return model
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raise RuntimeError: a copy would have no model."""
+        raise RuntimeError(
+            "A ShardedOptimizer cannot be pickled or copied, since it steps parameters of its model. Copy the model, "
+            "and make another optimizer for it." + see("FD042")
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters of the model, with settings of their own.
@@ -213,9 +233,9 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             closure: computes the loss again, and returns it.
 
         Raises:
-            RuntimeError: the last backward failed or left gradients out; a gradient was not synchronised; parameters did
-                not come from other ranks, now or after the last step; or inputs are uneven, and the optimizer is not
-                joined beside the model.
+            RuntimeError: the last backward failed or left gradients out; a gradient was not synchronised; parameters
+                did not come from other ranks, now or after the last step; or inputs are uneven, and the optimizer is
+                not joined beside the model.
             ValueError: a parameter of the model is in no group.
         """
         self.check_joined()
@@ -226,6 +246,11 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             with torch.enable_grad():
                 loss = closure()
         shards = self.shards
+        if self._model.engine.sharded is not self:
+            raise RuntimeError(
+                "Another ShardedOptimizer has been made for this one's model, or the model's ranks have changed. Step "
+                "the newest one." + see("FD042")
+            )
         with torch.no_grad():
             shards.begin_step()
             if self._only_makes_state():
@@ -245,6 +270,15 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
     def check_parameters(self) -> None:
         """Raise RuntimeError if the gather of parameters has failed, so that some of them are old."""
         self.shards.check()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Remove gradients, or set them to zero.
+
+        Args:
+            set_to_none: remove them.
+        """
+        super().zero_grad(set_to_none)
+        self.in_force().reducer.forget_gradients()
 
     def parameters_ready(self) -> None:
         """Wait until all parameters of the last :meth:`step` are here. On a device only the current stream waits."""

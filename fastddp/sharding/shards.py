@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,6 +38,10 @@ class Span(NamedTuple):
     """A tensor without memory, with the holder's shape and strides."""
     bucket: int
     """Its number."""
+
+    def __repr__(self) -> str:
+        """Without ``like``, whose memory cannot be printed."""
+        return f"Span({self.begin} to {self.end} of parameter {self.parameter}, in bucket {self.bucket})"
 
 
 @dataclass
@@ -84,6 +89,8 @@ class Shards:
         self.notices: dict[int, ShardedGradient] = {}
         self.buckets = [self._lay_out(number, bucket, wire) for number, bucket in enumerate(self.plan)]
         self._make_notices(now)
+        weakref.finalize(self, _forget, self._parameters, self.notices).atexit = False
+        self._memory = [parameter.data_ptr() for parameter in self._parameters]
         self._gather = _C.Gather(setting.lanes_over(group), self.sharding, len(self.plan), now.reducer.interruption)
         self._numbers = {
             id(self._parameters[index]): number for number, bucket in enumerate(self.plan) for index in bucket
@@ -104,7 +111,7 @@ class Shards:
                 parameter.data = view
         begin, end = self.sharding.runs(number)[self.sharding.rank]
         wire = wire if dtype == torch.float32 else None
-        main = flat[begin:end].float() if dtype in _16_BITS or wire is not None else None
+        main = flat[begin:end].to(torch.float32, copy=True) if dtype in _16_BITS or wire is not None else None
         spans = list(self._spans(number, flat if main is None else main, begin, in_run=main is not None))
         return OneBucket(flat, (begin, end), main, wire, spans)
 
@@ -162,28 +169,43 @@ class Shards:
         for span in bucket.spans:
             if (part := of_span(span)) is not None:
                 _C.view_of(flat, span.like, span.place).copy_(part)
-        self._reducer.send_parameters(self._gather, number, flat)
+        self._send(number, flat)
         self._reducer.await_parameters(self._gather, number)
         return flat
 
+    def _send(self, number: int, flat: Tensor) -> None:
+        if flat.numel():  # gloo cannot gather nothing
+            self._reducer.send_parameters(self._gather, number, flat)
+
     # ------------------------------------------------------------------------------------------------------- a step
 
+    @torch.no_grad()
     def begin_step(self) -> None:
         """Before the optimizer steps: copies in fp32 follow what others have written to parameters."""
         self.wait()
-        for number, bucket in enumerate(self.buckets):
-            if bucket.main is None or not any(
-                self._parameters[index]._version != self.versions[index] for index in self.plan[number]
-            ):
+        self._check_memory()
+        for span in self.spans():
+            bucket, version = self.buckets[span.bucket], self._parameters[span.parameter]._version
+            if bucket.main is None or version == self.versions[span.parameter]:
                 continue
-            parameters, wire = bucket.flat[slice(*bucket.run)], bucket.wire or bucket.flat.dtype
-            bucket.main.copy_(torch.where(bucket.main.to(wire) == parameters, bucket.main, parameters))
-            for index in self.plan[number]:
-                self.versions[index] = self._parameters[index]._version
+            values = _C.view_of(bucket.flat, span.like, span.place)
+            is_rounded = span.holder.to(bucket.wire or bucket.flat.dtype) == values
+            span.holder.copy_(torch.where(is_rounded, span.holder, values))
+            self.versions[span.parameter] = version
 
     def compare_mains(self) -> None:
         """Let the next step take parameters for those copies in fp32 that do not round to them."""
         self.versions = [-1] * len(self._parameters)
+
+    def _check_memory(self) -> None:
+        """Parameters are still views of the buckets' memory, which is what steps change."""
+        for index in (index for bucket in self.plan for index in bucket):
+            if self._parameters[index].data_ptr() != self._memory[index]:
+                raise RuntimeError(
+                    f"Parameter {self._names[index]} has other memory than its ShardedOptimizer has given it, so "
+                    "steps would not change it: .data was assigned, or the module converted. Convert the module before "
+                    "it is wrapped, and write values by parameter.copy_()." + see("FD042")
+                )
 
     def start_gather(self, number: int) -> None:
         """The rank's part of bucket ``number`` has been stepped: send it to all, and receive theirs."""
@@ -195,7 +217,7 @@ class Shards:
         if bucket.main is not None:
             travels[own].copy_(bucket.main)
         with self._noting_failure(number):
-            self._reducer.send_parameters(self._gather, number, travels)
+            self._send(number, travels)
 
     def wait_for(self, number: int) -> None:
         """Until bucket ``number`` is here. On a device only the current stream waits."""
@@ -256,3 +278,10 @@ class Shards:
             self.wait_for(number)
             if not any(map(self._gather.is_on_its_way, range(len(self.buckets)))):
                 self.wait()
+
+
+def _forget(parameters: Sequence[Tensor], notices: Mapping[int, Tensor]) -> None:
+    """Gradients go with the optimizer that has them."""
+    for index, notice in notices.items():
+        if parameters[index].grad is notice:
+            parameters[index].grad = None

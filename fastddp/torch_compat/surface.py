@@ -26,7 +26,6 @@ from fastddp.torch_compat.logging_data import Logger, LoggingData, logging_data,
 from fastddp.torch_compat.reducer import Reducer
 from fastddp.window import joining
 
-
 wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
 """All of fastddp's in this process."""
 

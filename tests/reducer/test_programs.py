@@ -15,12 +15,26 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor, nn
 
 import program_errors
+import program_sharded
 from fastddp.reference import ReferenceDataParallel
 from models import MODELS, inputs
 from on_ranks import Wrap, gradients, on_ranks, same_under_both
 from program_execution import differences, wrap_in_reference
 from program_oracle import Oracle
-from programs import AUTO, EIGHT_BITS, Backward, Hook, Options, Program, Raise, programs, programs_of_accumulation
+from programs import (
+    AUTO,
+    EIGHT_BITS,
+    EXACT,
+    SIXTEEN_BITS,
+    Backward,
+    Hook,
+    Options,
+    Program,
+    Raise,
+    programs,
+    programs_of_accumulation,
+    programs_of_sharded_optimizers,
+)
 from ranks import RankPool, RanksFailed
 from releases import TORCH_WITH_USABLE_GRAPHS
 
@@ -62,6 +76,7 @@ def test_gradients_are_those_of_the_reference_24005_46166_128949_143580_187732(
     check(ranks, strategy(world_size), world_size, number, differences)
 
 
+SHARDED = [(EXACT, 2, 400), (SIXTEEN_BITS, 2, 100), (EIGHT_BITS, 2, 150), (EXACT, 3, 60), (EXACT, 4, 150)]
 LONG = [(EIGHT_BITS, 2, 150), (EIGHT_BITS, 3, 40), (EIGHT_BITS, 4, 60), (AUTO, 4, 40)]
 
 
@@ -80,6 +95,24 @@ def test_what_compressed_gradients_lack_is_in_the_errors(
     ranks: RankPool, hooks: Sequence[Hook], world_size: int, number: int
 ) -> None:
     check(ranks, programs(world_size, hooks=hooks), world_size, number, program_errors.differences)
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(
+    ("hooks", "world_size", "number"),
+    [
+        (EXACT, 2, 15),
+        (SIXTEEN_BITS, 2, 5),
+        (EIGHT_BITS, 2, 5),
+        *(pytest.param(*many, marks=NIGHTLY) for many in SHARDED),
+    ],
+    ids=lambda value: {EXACT: "exact", EIGHT_BITS: "8 bits", SIXTEEN_BITS: "16 bits"}.get(value, str(value)),
+)
+def test_a_sharded_optimizer_trains_as_a_replicated_one(
+    ranks: RankPool, hooks: Sequence[Hook], world_size: int, number: int
+) -> None:
+    strategy = programs_of_sharded_optimizers(world_size, hooks=hooks)
+    check(ranks, strategy, world_size, number, program_sharded.differences)
 
 
 def test_a_forward_that_finds_no_gradients_begins_a_step_also_after_one_that_raised_and_found_some(

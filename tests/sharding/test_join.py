@@ -33,7 +33,9 @@ def trained(rank: int, hook: str, options: dict[str, Any], sharded: dict[str, An
 
 
 @pytest.mark.parametrize("sharded", [{}, {"gather": "forward"}, {"shard": "parameters"}], ids=str)
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_average": torch.ones(())}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"gradient_average": torch.ones(())}], ids=str
+)
 @pytest.mark.parametrize("hook", ["none", "bf16, sums in fp32", "int8"])
 @pytest.mark.tier("slow", but_one_in=3)
 @on_ranks(2)

@@ -41,6 +41,7 @@ from programs import (
     TwoBackwards,
     Uneven,
     WrapAgain,
+    Write,
 )
 
 LEARNING_RATE = 0.5
@@ -126,6 +127,9 @@ class Execution:
         self.module = Linear(self.program, self.rank, self.device)
         self._wrap_module()
         self.trainable = {index for index, spec in enumerate(self.program.parameters) if not spec.frozen}
+        self._make_optimizer()
+
+    def _make_optimizer(self) -> None:
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
 
     def _wrap_module(self) -> None:
@@ -183,6 +187,9 @@ class Execution:
                 self._change_gradients(op.how)
             case Step():
                 self._step()
+            case Write():
+                with torch.no_grad():
+                    self.parameter(op.parameter).mul_(0.5)
             case Evaluate(metric=False):
                 self._evaluate()
             case Evaluate():

@@ -22,6 +22,9 @@ def compress(model: fastddp.DistributedDataParallel, hook: Hook) -> None:
     if "auto" in hook:
         model.register_comm_hook(AutoState(error_budget=0.04, candidates=CANDIDATES), comm_hooks.auto_hook)
         return
+    if hook in ("fp16", "bf16"):
+        model.register_comm_hook(None, getattr(comm_hooks, f"{hook}_compress_hook"))
+        return
     state = getattr(model.module, "block_state", None) or BlockState(fp8="e5m2" if hook == "e5m2" else "e4m3")
     model.module.block_state = state  # type: ignore[assignment]
     is_int8 = hook == "int8"

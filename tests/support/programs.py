@@ -38,10 +38,13 @@ class ParameterSpec:
 
 Usage = Literal["all", "find_unused_parameters", "static_graph", "skip_all_reduce_unused_params"]
 Average = Literal["mean", "sum", "tensor", "callable"]
-Hook = Literal["none", "allreduce", "python", "int8", "e4m3", "e5m2", "auto", "auto, then plain"]
+Hook = Literal["none", "allreduce", "python", "fp16", "bf16", "int8", "e4m3", "e5m2", "auto", "auto, then plain"]
 EXACT: tuple[Hook, ...] = ("none", "none", "allreduce")
+SIXTEEN_BITS: tuple[Hook, ...] = ("fp16", "bf16")
 EIGHT_BITS: tuple[Hook, ...] = ("int8", "e4m3", "e5m2")
 AUTO: tuple[Hook, ...] = ("auto", "auto", "auto, then plain")
+Sharded = Literal["no", "elements", "parameters"]
+Gather = Literal["step", "forward"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ class Options:
     main_gradients: Literal["no", "grad", "main_grad"] = "no"  # those of 16 bits are fp32, and where
     two_levels: bool = False  # two nodes of two ranks
     audit_every: int | None = None
+    sharded: Sharded = "no"  # the optimizer
+    gather: Gather = "step"
+    parameter_wire: bool = False  # fp32 parameters travel as bf16
 
     @property
     def usage_is_fixed(self) -> bool:
@@ -112,6 +118,13 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Write:
+    """Somebody halves one parameter in place, on all ranks."""
+
+    parameter: int = 0
+
+
+@dataclass(frozen=True)
 class Evaluate:
     """A forward without a backward: under no_grad; or that of a ``metric``, with gradients, outside of no_sync."""
 
@@ -137,7 +150,7 @@ class Uneven:
 
 
 METRIC = Evaluate(metric=True)
-Op = Backward | TwoBackwards | Raise | Change | Step | Evaluate | WrapAgain | Uneven
+Op = Backward | TwoBackwards | Raise | Change | Step | Write | Evaluate | WrapAgain | Uneven
 
 
 @dataclass(frozen=True)
@@ -314,3 +327,36 @@ def programs_of_accumulation(draw: st.DrawFn, world_size: int) -> Program:
         ),
         ops=tuple(draw(st.lists(st.one_of(synchronising, synchronising, local, between), min_size=3, max_size=12))),
     )
+
+
+@st.composite
+def programs_of_sharded_optimizers(draw: st.DrawFn, world_size: int, hooks: Sequence[Hook] = EXACT) -> Program:
+    """Over dense parameters, beside sparse ones with an optimizer of their own, and with many steps."""
+    program = draw(programs(world_size, hooks=hooks))
+    other = {"complex64": "float32"} if program.options.hook == "bf16" else {}  # for which there are no complex numbers
+    if program.options.hook in (*EIGHT_BITS, *AUTO):  # whose sums a part of the gradient has before they are rounded
+        other = {"float16": "float32", "bfloat16": "float32"}
+    wire = draw(st.sampled_from([False, False, True]))
+    if wire:  # it could round real numbers only here: copies of complex ones are not written by hand
+        other = {**other, "complex64": "float32"}
+    parameters = [replace(s, dtype=other.get(s.dtype, s.dtype), steps_in_backward=False) for s in program.parameters]
+    if all(spec.frozen or spec.sparse for spec in parameters):
+        parameters[0] = replace(parameters[0], frozen=False, sparse=False)
+    options = program.options
+    if options.main_gradients == "main_grad":
+        options = replace(options, main_gradients="no")
+    options = replace(
+        options,
+        sharded="elements"
+        if options.hook in EIGHT_BITS
+        else draw(st.sampled_from(["elements", "elements", "parameters"])),
+        gather=draw(st.sampled_from(get_args(Gather))),
+        parameter_wire=wire,
+        audit_every=draw(st.sampled_from([None, None, 1])) if not options.two_levels else None,
+    )
+    writes = st.builds(Write, st.integers(0, len(parameters) - 1))
+    more = st.lists(st.one_of(st.just(Step()), st.just(Step()), st.just(Change("half")), writes), max_size=2)
+    ops: list[Op] = []
+    for op in program.ops:
+        ops += [Backward() if isinstance(op, Uneven) else op, *draw(more)]
+    return replace(program, parameters=tuple(parameters), options=options, ops=tuple(ops))

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint import state_dict as states_of
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils import clip_grad_norm_

@@ -1,0 +1,275 @@
+"""What a sharded optimizer refuses, and what becomes of it when its model, or it, is replaced, copied or changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fastddp
+from fastddp import comm_hooks
+from hooks_by_name import averages
+from models import Expected
+from on_ranks import of_ranks, on_ranks
+from parts import Parts
+
+
+def wrapped(**options: Any) -> fastddp.DistributedDataParallel:
+    return fastddp.DistributedDataParallel(Parts("ab", sizes=(3, 3000)), **options)
+
+
+def sharded(model: Any, kind: Any = torch.optim.SGD, **how: Any) -> fastddp.ShardedOptimizer:
+    return fastddp.ShardedOptimizer(model, kind, **{"lr": 0.5, **how})
+
+
+def backward(model: nn.Module, rank: int, used: str = "ab") -> None:
+    """Each gradient is the sum of the input, 1 on rank 0 and 2 on rank 1."""
+    model(torch.tensor([rank + 1.0]), used).backward()
+
+
+def values(model: nn.Module) -> list[float]:
+    """Of a parameter each; all its elements are equal."""
+    for parameter in model.parameters():
+        assert torch.equal(parameter, parameter[:1].expand_as(parameter))
+    return [parameter[0].item() for parameter in model.parameters()]
+
+
+# ------------------------------------------------------------------------------------------------- what it refuses
+
+WRONG: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
+    "no wrapper": (
+        TypeError,
+        r"takes a fastddp\.DistributedDataParallel, got Parts(.|\n)*FD024",
+        lambda: sharded(Parts()),
+    ),
+    "an unknown way to shard": (ValueError, "shard must be .*rows.*FD024", lambda: sharded(wrapped(), shard="rows")),
+    "an unknown way to gather": (ValueError, "gather must be .*now.*FD024", lambda: sharded(wrapped(), gather="now")),
+    "a wire of 32 bits": (
+        ValueError,
+        "got torch.float32(.|\n)*FD024",
+        lambda: sharded(wrapped(), parameter_wire=torch.float32),
+    ),
+    "Muon by elements": (
+        ValueError,
+        r'Muon needs whole parameters(.|\n)*shard="parameters"(.|\n)*FD042',
+        lambda: sharded(wrapped(), torch.optim.Muon),
+    ),
+    "a setting that the class refuses": (ValueError, "Invalid learning rate", lambda: sharded(wrapped(), lr=-1.0)),
+    "a parameter of another model": (
+        ValueError,
+        "is not trained by the model(.|\n)*FD042",
+        lambda: sharded(wrapped(), params=[*Parts().parameters()]),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@on_ranks(2)
+def test_wrong_arguments(rank: int, wrong: str) -> None:
+    error, match, make = WRONG[wrong]
+    with pytest.raises(error, match=match):
+        make()
+
+
+def in_another_group() -> tuple[object, Any]:
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True), comm_hooks.allreduce_hook
+
+
+HOOKS: dict[str, tuple[str, Callable[[], tuple[object, Any]]]] = {
+    "PowerSGD": ("not by", lambda: (comm_hooks.PowerSGDState(None), comm_hooks.powerSGD_hook)),
+    "Python": ("not by a hook in Python", lambda: (None, averages)),
+    "noop": ("not by noop_hook", lambda: (None, comm_hooks.noop_hook)),
+    "another group": ("names another process group", in_another_group),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@on_ranks(2)
+def test_gradients_that_cannot_be_sharded_are_refused_before_and_after(rank: int, hook: str) -> None:
+    """The optimizer or the hook is refused, whichever comes second, and the other goes on."""
+    match, state_and_hook = HOOKS[hook]
+    model = wrapped()
+    model.register_comm_hook(*state_and_hook())
+    memory = model.module.a.data_ptr()
+    with pytest.raises(ValueError, match=rf"{match}(.|\n)*FD042"):
+        sharded(model)
+    assert model.module.a.data_ptr() == memory
+    model = wrapped()
+    optimizer = sharded(model)
+    with pytest.raises(ValueError, match=rf"{match}(.|\n)*FD042"):
+        model.register_comm_hook(*state_and_hook())
+    backward(model, rank)
+    optimizer.step()
+    assert values(model) == [0.25, 0.25]
+
+
+# ---------------------------------------------------------------------------------------------- a step that is refused
+
+
+@on_ranks(2)
+def test_a_step_without_averages_is_refused_and_the_next_window_has_all(rank: int) -> None:
+    model = wrapped()
+    optimizer = sharded(model)
+    with model.no_sync():
+        backward(model, rank)
+    with pytest.raises(RuntimeError, match=r"is this rank's alone(.|\n)*outside of no_sync\(\)(.|\n)*FD041"):
+        optimizer.step()
+    assert values(model) == [1, 1]
+    backward(model, rank)
+    optimizer.step()
+    assert values(model) == [-0.5, -0.5]
+
+
+@on_ranks(2)
+def test_a_step_after_a_backward_that_failed_on_one_rank_is_refused_on_all(rank: int) -> None:
+    model = wrapped()
+    optimizer = sharded(model, momentum=0.5)
+    for _ in range(2):
+        with pytest.raises(
+            Expected if rank == 0 else RuntimeError, match="middle" if rank == 0 else "failed on rank 0"
+        ):
+            model(torch.ones(1), "ab", rank == 0).backward()
+        with pytest.raises(RuntimeError, match=r"on rank 0.* are void on all ranks"):
+            optimizer.step()
+        optimizer.zero_grad()
+        before = values(model)
+        backward(model, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert before > values(model) == of_ranks(values(model))[1 - rank]
+
+
+@on_ranks(2)
+def test_a_step_before_the_first_backward_changes_nothing(rank: int) -> None:
+    model = wrapped()
+    sharded(model, weight_decay=0.5).step()
+    assert values(model) == [1, 1]
+
+
+@pytest.mark.parametrize("how", ["assigned", "converted"])
+@on_ranks(2)
+def test_parameters_that_have_left_the_flat_memory_are_not_forgotten(rank: int, how: str) -> None:
+    model = wrapped()
+    optimizer = sharded(model)
+    if how == "assigned":
+        model.module.b.data = model.module.b.data.clone()
+    else:
+        model.module.double()
+    with pytest.raises(RuntimeError, match=r"Parameter [ab] has other memory(.|\n)*FD042"):
+        optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------ copies and successors
+
+
+@on_ranks(2)
+def test_an_optimizer_cannot_be_copied(rank: int) -> None:
+    optimizer = sharded(wrapped())
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match=r"ShardedOptimizer cannot be pickled or copied(.|\n)*FD042"):
+            copied(optimizer)
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("gather", ["step", "forward"])
+@on_ranks(2)
+def test_a_copy_of_the_model_has_the_parameters_and_no_optimizer(rank: int, gather: str, copied: str) -> None:
+    model = wrapped()
+    optimizer = sharded(model, gather=gather)
+    backward(model, rank)
+    optimizer.step()
+    twin = COPIES[copied](model)
+    assert values(twin) == [0.25, 0.25]
+    assert all(parameter.grad is None for parameter in twin.parameters())
+    optimizer.step()
+    assert (values(twin), values(model)) == ([0.25, 0.25], [-0.5, -0.5])
+    backward(twin, rank)
+    assert [float(parameter.grad[0]) for parameter in twin.parameters()] == [1.5, 1.5]
+    again = sharded(twin)
+    again.zero_grad()
+    backward(twin, rank)
+    again.step()
+    assert values(twin) == values(model) == [-0.5, -0.5]
+
+
+@on_ranks(2)
+def test_another_optimizer_takes_the_place_of_the_first(rank: int) -> None:
+    model = wrapped()
+    first = sharded(model)
+    backward(model, rank)
+    first.step()
+    first.zero_grad()
+    second = sharded(model, momentum=0.5, shard="parameters")
+    for _ in range(2):
+        backward(model, rank)
+        with pytest.raises(RuntimeError, match=r"Another ShardedOptimizer has been made(.|\n)*FD042"):
+            first.step()
+        second.step()
+        second.zero_grad()
+    assert values(model) == [0.25 - 0.75 - 1.125] * 2
+
+
+@on_ranks(2)
+def test_a_model_goes_with_its_wrapper_and_its_gradients_with_the_optimizer(rank: int) -> None:
+    """At once, without the garbage collector: two wrappers of one module would both synchronise it."""
+    model = wrapped()
+    optimizer = sharded(model)
+    backward(model, rank)
+    module, gone = model.module, weakref.ref(model)
+    del model
+    assert gone() is None
+    with pytest.raises(RuntimeError, match=r"model of this ShardedOptimizer is gone(.|\n)*FD042"):
+        optimizer.step()
+    del optimizer
+    assert all(parameter.grad is None for parameter in module.parameters())
+    again = fastddp.DistributedDataParallel(module)
+    replicated = torch.optim.SGD(again.parameters(), lr=0.5)
+    backward(again, rank)
+    replicated.step()
+    assert values(again) == [0.25, 0.25]
+
+
+@on_ranks(2)
+def test_gradients_from_before_there_was_the_optimizer_count(rank: int) -> None:
+    model = wrapped()
+    backward(model, rank)
+    optimizer = sharded(model)
+    backward(model, rank)
+    optimizer.step()
+    assert values(model) == [-0.5, -0.5]
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_later_stays(rank: int) -> None:
+    model = wrapped(find_unused_parameters=True)
+    optimizer = sharded(model)
+    backward(model, rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.module.a.requires_grad_(False)
+    backward(model, rank)
+    optimizer.step()
+    assert values(model) == [0.25, -0.5]
+
+
+@on_ranks(2)
+def test_a_parameter_without_elements_is_no_obstacle(rank: int) -> None:
+    """In a bucket of its own."""
+    model = fastddp.DistributedDataParallel(Parts("ab", sizes=(0, 3)), bucket_cap_mb=0)
+    optimizer = sharded(model)
+    backward(model, rank)
+    optimizer.step()
+    assert model.module.b.tolist() == [0.25] * 3

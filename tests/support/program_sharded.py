@@ -1,0 +1,204 @@
+"""Random training programs with a sharded optimizer: its parameters and gradients are those of a replicated one.
+
+Both use momentum, and copies in fp32 of what has 16 bits. Sums are exact (``program_models.py``), so results are
+demanded bit for bit where gradients are. Where they travel in 8 bits the reference is fastddp with the same hook.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastddp
+from fastddp.sharding.state import gathered
+from program_execution import (
+    LEARNING_RATE,
+    Execution,
+    Wrap,
+    difference,
+    new_memory_is_nan,
+    rounding,
+    wrap_in_fastddp,
+    wrap_in_reference,
+)
+from program_hooks import plans_at_once
+from programs import AUTO, EIGHT_BITS, Change, Op, Program, Raise, Step, WrapAgain
+
+MOMENTUM = 0.5
+
+
+class WithMomentum(Execution):
+    """Of a model, in which a step is one of dense parameters with momentum, and one of sparse ones without."""
+
+    averaged = False
+
+    def _make_optimizer(self) -> None:
+        numbers = {index: self.program.parameters[index] for index in self.trainable}
+        self.dense = [index for index, spec in numbers.items() if not spec.sparse]
+        sparse = [self.parameter(index) for index, spec in numbers.items() if spec.sparse]
+        self._of_sparse = torch.optim.SGD(sparse, lr=LEARNING_RATE) if sparse else None
+        self._make_optimizer_of_dense()
+
+    def _make_optimizer_of_dense(self) -> None:
+        raise NotImplementedError
+
+    def zero_gradients(self, set_to_none: bool = True) -> None:
+        self.model.zero_grad(set_to_none)
+
+    def _wrap_again(self) -> None:
+        self.zero_gradients()
+        super()._wrap_again()
+        self._make_optimizer()
+
+    def run(self, op: Op) -> None:
+        """Leaves out what is an error, or says nothing, as long as there are gradients that are not averaged."""
+        if self.begun and (isinstance(op, Step) or op == Change("half")):
+            return
+        if self.averaged and not self.begun and self.program.options.hook in (*EIGHT_BITS, *AUTO):
+            super().run(Change("none"))  # because replicated gradients would travel again
+        super().run(op)
+        if not self.begun:
+            self.averaged = any(self.parameter(index).grad is not None for index in self.dense)
+
+    def _step(self) -> None:
+        self._step_dense()
+        if self._of_sparse is not None:
+            self._of_sparse.step()
+
+    def _step_dense(self) -> None:
+        raise NotImplementedError
+
+
+class Replicated(WithMomentum):
+    """Steps by hand with what an optimizer of the whole model would step with."""
+
+    def _make_optimizer_of_dense(self) -> None:
+        self._main = {
+            index: self.parameter(index).detach().to(torch.float32, copy=True).requires_grad_()
+            for index in self.dense
+            if self.parameter(index).dtype in (torch.float16, torch.bfloat16) or self._travels_as_bf16(index)
+        }
+        stepped = [self._main.get(index, self.parameter(index)) for index in self.dense]
+        self.optimizer = torch.optim.SGD(stepped, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+    def _travels_as_bf16(self, index: int) -> bool:
+        return self.program.options.parameter_wire and self.parameter(index).dtype == torch.float32
+
+    def _rounded(self, index: int) -> Tensor:
+        """What other ranks get of a copy."""
+        main = self._main[index].detach()
+        return main.to(torch.bfloat16 if self._travels_as_bf16(index) else self.parameter(index).dtype)
+
+    @torch.no_grad()
+    def _step_dense(self) -> None:
+        for index, main in self._main.items():
+            parameter = self.parameter(index)
+            is_as_it_was = (self._rounded(index) == parameter) | (main == parameter)
+            main.copy_(torch.where(is_as_it_was, main, parameter))
+            main.grad = None if parameter.grad is None else parameter.grad.float()
+        self.optimizer.step()
+        for index in self._main:
+            self.parameter(index).copy_(self._rounded(index))
+
+
+class Sharded(WithMomentum):
+    """Has a ``fastddp.ShardedOptimizer``."""
+
+    def _make_optimizer_of_dense(self) -> None:
+        options = self.program.options
+        assert options.sharded != "no"
+        self.optimizer = fastddp.ShardedOptimizer(
+            self.model,  # type: ignore[arg-type]
+            torch.optim.SGD,
+            [self.parameter(index) for index in self.dense],
+            shard=options.sharded,
+            gather=options.gather,
+            parameter_wire=torch.bfloat16 if options.parameter_wire else None,
+            lr=LEARNING_RATE,
+            momentum=MOMENTUM,
+        )
+
+    def _wrap_again(self) -> None:
+        del self.optimizer
+        super()._wrap_again()
+
+    def _step_dense(self) -> None:
+        self.optimizer.step()
+
+    def _change_gradients(self, how: str) -> None:
+        if how == "half":
+            for gradient in [*self.optimizer.gradients(), *self._of_tables()]:  # type: ignore[attr-defined]
+                gradient.mul_(0.5)
+        elif how != "copies":
+            super()._change_gradients(how)
+
+    def _of_tables(self) -> list[Tensor]:
+        tables = [self.parameter(index).grad for index in self.trainable if self.program.parameters[index].sparse]
+        return [gradient for gradient in tables if gradient is not None]
+
+    def whole_gradients(self) -> dict[int, Tensor]:
+        """By the number of the parameter. A collective."""
+        optimizer: Any = self.optimizer
+        shards, own = optimizer.shards, {id(gradient) for gradient in optimizer.gradients()}
+        parameters = optimizer.in_force().parameters.tensors
+        numbers = {id(self.parameter(index)): index for index in self.dense}
+
+        def of_span(span: Any) -> dict[str, Tensor]:
+            return {"gradient": span.holder.grad} if id(span.holder.grad) in own else {}
+
+        return {
+            numbers[id(parameters[index])]: whole.of_parameter(parameters[index])["gradient"]
+            for index, whole in gathered(shards, of_span)
+        }
+
+
+@new_memory_is_nan()
+def differences(rank: int, program: Program, sharded: type[Sharded] = Sharded) -> list[str]:
+    """Where a sharded optimizer was not as a replicated one, after each op; empty if all is well."""
+    hook = program.options.hook
+    is_compressed = hook in (*EIGHT_BITS, *AUTO)
+    of_reference: Wrap = wrap_in_fastddp if is_compressed else wrap_in_reference
+    with plans_at_once(hook) if "auto" in hook else nullcontext():
+        candidate = sharded(program, rank, wrap_in_fastddp)
+        reference = Replicated(program, rank, of_reference)
+        found: list[str] = []
+        for number, op in enumerate(program.ops):
+            candidate.run(op)
+            reference.run(op)
+            if not (isinstance(op, Step) and program.options.gather == "forward"):  # whose parameters arrive later
+                found += compare(candidate, reference, f"op {number}, {op}")
+    return found[:5]
+
+
+@torch.no_grad()
+def compare(candidate: Sharded, reference: Replicated, when: str) -> list[str]:
+    found = []
+    gradients = {} if candidate.begun else candidate.whole_gradients()
+    for index in range(len(candidate.program.parameters)):
+        error = rounding(candidate, index)
+        # What had gaps has none in flat memory.
+        ours, theirs = (
+            one.parameter(index).clone(memory_format=torch.contiguous_format) for one in (candidate, reference)
+        )
+        found.append(difference(f"parameter {index}", ours, theirs, error))
+        gradient, expected = candidate.gradient(index), reference.gradient(index)
+        if candidate.program.parameters[index].sparse:
+            found.append(difference(f"gradient {index}", gradient, expected, error))
+        elif (
+            gradient is None or expected is None or (gradient.dtype, gradient.shape) != (expected.dtype, expected.shape)
+        ):
+            found.append("" if gradient is expected else f"gradient {index} is {gradient!r}, expected {expected}")
+        elif index in gradients:
+            found.append(
+                difference(
+                    f"gradient {index}", gradients[index], torch.empty_like(gradients[index]).copy_(expected), error
+                )
+            )
+        elif not candidate.begun and expected.numel():
+            found.append(f"gradient {index} is nowhere, expected {expected}")
+    for name, buffer in candidate.module.named_buffers():
+        found.append(difference(f"buffer {name}", buffer, reference.module.get_buffer(name), 0))
+    return [f"after {when}: {text}" for text in found if text]
