@@ -25,7 +25,18 @@ HARMLESS = {
     Tensor.size,
     *(
         getattr(Tensor, name).__get__
-        for name in ("device", "dtype", "grad_fn", "is_cuda", "is_sparse", "layout", "ndim", "requires_grad", "shape")
+        for name in (
+            "device",
+            "dtype",
+            "grad_fn",
+            "is_cuda",
+            "is_leaf",
+            "is_sparse",
+            "layout",
+            "ndim",
+            "requires_grad",
+            "shape",
+        )
     ),
 }
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import weakref
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -13,18 +13,14 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from fastddp import _C
 from fastddp.ddp import DistributedDataParallel
 from fastddp.errors import see
-from fastddp.in_force import InForce
 from fastddp.sharding import checkpoint
 from fastddp.sharding.notice import ShardedGradient
+from fastddp.sharding.parts import Parts, settings_of
 from fastddp.sharding.scaler import let_scalers_unscale_parts
-from fastddp.sharding.shards import OneBucket, Shards, Span
-from fastddp.sharding.state import gathered
 from fastddp.sharding.uneven import StepsToTheEnd
 
-_GRADIENT, _MAIN = "fastddp.gradient", checkpoint.MAIN  # beside the names of an optimizer's state
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
@@ -74,29 +70,19 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             raise ValueError(
                 f"parameter_wire must be torch.float16 or torch.bfloat16, got {parameter_wire}." + see("FD024")
             )
-        self._of_model = weakref.ref(model)  # which has this optimizer, and goes at once when nobody else has it
-        self._class, self._settings = optimizer_class, settings
-        self._whole = shard == "parameters"
-        self._wire = parameter_wire
+        make = functools.partial(optimizer_class, **settings)
+        self.parts = Parts(model, make, whole=shard == "parameters", wire=parameter_wire)
         self._waits_in_step = gather == "step"
         given = list(model.parameters() if params is None else params)
         if given and isinstance(given[0], Tensor):
             given = [parameter for parameter in given if parameter.requires_grad]
-        self._shards: Shards | None = None
-        self._inner: list[Optimizer] = []
         self._has_stepped = False
-        template = optimizer_class(given, **settings)  # checks the settings, and completes the groups
+        template = make(given)  # checks the settings, and completes the groups
         Optimizer.__init__(self, template.param_groups, template.defaults)
         Joinable.__init__(self)
-        model.engine.shard(self)
+        self.parts.groups = self.param_groups
+        model.engine.shard(self.parts)
         let_scalers_unscale_parts()
-
-    @property
-    def _model(self) -> DistributedDataParallel:
-        model = self._of_model()
-        if model is None:
-            raise RuntimeError("The model of this ShardedOptimizer is gone. Keep the wrapper." + see("FD042"))
-        return model
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise RuntimeError: a copy would have no model."""
@@ -119,110 +105,11 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check_trained(group)
+            self.parts.check_trained(group)
         except ValueError:
             self.param_groups.pop()
             raise
-        for number, inner in enumerate(self._inner):
-            inner.add_param_group(self._group_in(self.shards.buckets[number], group))
-
-    def _check_trained(self, group: dict[str, Any]) -> None:
-        now = self._model.engine.now
-        names = {id(parameter): name for name, parameter in now.parameters}
-        given = {id(parameter) for parameter in group["params"]}
-        if not given <= names.keys():
-            raise ValueError(
-                "A parameter that was given to ShardedOptimizer is not trained by the model. Give it parameters of the "
-                "wrapped module that require gradients." + see("FD042")
-            )
-        sparse = {id(now.parameters.tensors[index]) for index in now.parameters.sparse}
-        if given & sparse:
-            raise ValueError(
-                f"The gradient of parameter {names[(given & sparse).pop()]} is sparse, and ShardedOptimizer steps with "
-                "dense ones. Pass params= without it, and give it to an optimizer that is not sharded." + see("FD042")
-            )
-
-    def _check_none_missing(self) -> None:
-        parameters = self._model.engine.now.parameters
-        given = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        given |= {id(parameters.tensors[index]) for index in parameters.sparse}
-        if missing := [name for name, parameter in parameters if id(parameter) not in given]:
-            raise ValueError(
-                f"ShardedOptimizer leaves out {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}, and "
-                "another optimizer would find no gradient there. Give it all parameters that the model trains, in "
-                "params or by add_param_group." + see("FD042")
-            )
-
-    # ------------------------------------------------------------------------------------------------- where it is
-
-    def lay_out(self) -> _C.Sharding:
-        """Put parameters into flat memory for the buckets in force; called by the model's engine."""
-        before, inner_before = self._shards, self._inner
-        if before is not None:
-            before.begin_step()  # copies in fp32 follow what others have written
-        self._shards = shards = Shards(self._model.engine.now, whole=self._whole, wire=self._wire)
-        self._inner = [self._inner_of(bucket) for bucket in shards.buckets]
-        if before is not None:
-            before.release()
-            self._take_over(before, inner_before)
-        shards.install()
-        return shards.sharding
-
-    @torch.no_grad()
-    def _take_over(self, before: Shards, inner_before: list[Optimizer]) -> None:
-        """Take the state of other buckets along, with copies in fp32 and gradients that nobody has stepped with."""
-        now = self._model.engine.now
-        notices = {index for index, notice in before.notices.items() if now.parameters.tensors[index].grad is notice}
-
-        def of_span(span: Span) -> dict[str, Any]:
-            gradient = span.holder.grad if span.parameter in notices else None
-            beside = {_GRADIENT: gradient, _MAIN: before.main_of(span)}
-            state = inner_before[span.bucket].state.get(span.holder, {})
-            return {**state, **{key: value for key, value in beside.items() if value is not None}}
-
-        own = {span.parameter: span for span in self.shards.spans()}
-        for index, whole in gathered(before, of_span):
-            if index in own:
-                self._take(own[index], whole.of_span(own[index]))
-        for index in notices:
-            now.parameters.tensors[index].grad = self.shards.notices[index]
-
-    def _take(self, span: Span, state: dict[str, Any]) -> None:
-        span.holder.grad = state.pop(_GRADIENT, None)
-        if (main := state.pop(_MAIN, None)) is not None:
-            span.holder.copy_(main)
-        if state:
-            self._inner[span.bucket].state[span.holder] = state
-
-    def _inner_of(self, bucket: OneBucket) -> Optimizer:
-        """The optimizer of this rank's part of a bucket."""
-        return self._class([self._group_in(bucket, group) for group in self.param_groups], **self._settings)
-
-    def _group_in(self, bucket: OneBucket, group: dict[str, Any]) -> dict[str, Any]:
-        parameters = self._model.engine.now.parameters.tensors
-        holders = {id(parameters[span.parameter]): span.holder for span in bucket.spans}
-        found = [holders[id(parameter)] for parameter in group["params"] if id(parameter) in holders]
-        return {**_settings_of(group), "params": found}
-
-    @property
-    def shards(self) -> Shards:
-        """Where parameters and this rank's part are."""
-        assert self._shards is not None
-        return self._shards
-
-    def in_force(self) -> InForce:
-        """Of the model."""
-        return self._model.engine.now
-
-    def holders_with_gradients(self) -> list[Tensor]:
-        """What this rank steps, where a backward has averaged gradients that nobody has removed since."""
-        parameters, notices = self._model.engine.now.parameters.tensors, self.shards.notices
-        own = [span for span in self.shards.spans() if span.holder.grad is not None]
-        return [span.holder for span in own if parameters[span.parameter].grad is notices[span.parameter]]
-
-    def gradients(self) -> list[Tensor]:
-        """This rank's part of them."""
-        return [holder.grad for holder in self.holders_with_gradients() if holder.grad is not None]
+        self.parts.add_group(group)
 
     # ------------------------------------------------------------------------------------------------------- a step
 
@@ -238,15 +125,15 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
                 not joined beside the model.
             ValueError: a parameter of the model is in no group.
         """
-        self.check_joined()
+        self._check_joined()
         if not self._has_stepped:
-            self._check_none_missing()
+            self.parts.check_none_missing()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        shards = self.shards
-        if self._model.engine.sharded is not self:
+        parts, shards = self.parts, self.parts.shards
+        if parts.model.engine.sharded is not parts:
             raise RuntimeError(
                 "Another ShardedOptimizer has been made for this one's model, or the model's ranks have changed. Step "
                 "the newest one." + see("FD042")
@@ -254,22 +141,19 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         with torch.no_grad():
             shards.begin_step()
             if self._only_makes_state():
-                self._make_state(shards)
+                parts.make_state()
+                self._has_stepped = True
                 return loss
-            self._check_gradients(shards)
+            parts.check_gradients()
             self._has_stepped = True
             for number in reversed(range(len(shards.buckets))):  # in forward's order
-                self._step_bucket(shards, number)
+                parts.step(number)
                 shards.start_gather(number)
         if self._waits_in_step:
             shards.wait()
         else:
-            shards.wait_where_read(self._model.module)
+            shards.wait_where_read(parts.model.module)
         return loss
-
-    def check_parameters(self) -> None:
-        """Raise RuntimeError if the gather of parameters has failed, so that some of them are old."""
-        self.shards.check()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Remove gradients, or set them to zero.
@@ -278,17 +162,11 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             set_to_none: remove them.
         """
         super().zero_grad(set_to_none)
-        self.in_force().reducer.forget_gradients()
+        self.parts.now.reducer.forget_gradients()
 
     def parameters_ready(self) -> None:
         """Wait until all parameters of the last :meth:`step` are here. On a device only the current stream waits."""
-        self.shards.wait()
-
-    def _step_bucket(self, shards: Shards, number: int) -> None:
-        inner = self._inner[number]
-        for group, own in zip(self.param_groups, inner.param_groups, strict=True):
-            own.update(_settings_of(group))
-        inner.step()
+        self.parts.parameters_ready()
 
     def _only_makes_state(self) -> bool:
         """Whether torch.distributed.checkpoint steps with assigned zeros, so that there is state to load into."""
@@ -297,36 +175,6 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         if any(gradient is None or isinstance(gradient, ShardedGradient) for gradient in gradients) or self.state:
             return False
         return not any(bool(gradient.any()) for gradient in gradients)
-
-    def _make_state(self, shards: Shards) -> None:
-        """Step with zeros, and leave parameters as they are."""
-        for number, bucket in enumerate(shards.buckets):
-            before = [span.holder.clone() for span in bucket.spans]
-            for span in bucket.spans:
-                span.holder.grad = torch.zeros_like(span.holder)
-            self._step_bucket(shards, number)
-            for span, values in zip(bucket.spans, before, strict=True):
-                span.holder.copy_(values)
-                span.holder.grad = None
-        self._has_stepped = True
-
-    def _check_gradients(self, shards: Shards) -> None:
-        """Drop the gradients that ``zero_grad`` has removed, and raise for those that are not averages."""
-        parameters = self._model.engine.now.parameters
-        kept = set()
-        for index, notice in shards.notices.items():
-            gradient = parameters.tensors[index].grad
-            if gradient is notice:
-                kept.add(index)
-            elif gradient is not None:
-                raise RuntimeError(
-                    f"fastddp: the gradient of parameter {parameters.names[index]} is this rank's alone: its backward "
-                    "ran under no_sync(), or the gradient was assigned. A ShardedOptimizer steps with gradients that a "
-                    "backward has synchronised. Run the last backward of a step outside of no_sync()." + see("FD041")
-                )
-        for span in shards.spans():
-            if span.parameter not in kept:
-                span.holder.grad = None
 
     # -------------------------------------------------------------------------------------------------- checkpoints
 
@@ -337,15 +185,16 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         What has a number for each element is a :class:`fastddp.sharding.sharded_state.ShardedState`. {}: other ranks
         have all of it.
         """
-        return defaultdict(dict, {} if self._shards is None else self._held().part())
+        return defaultdict(dict, self._held().part() if self.parts.inner else {})
 
     @state.setter
     def state(self, state: object) -> None:
         """:class:`torch.optim.Optimizer` begins with an empty one."""
 
     def _held(self) -> checkpoint.Held:
-        parameters = self._model.engine.now.parameters.tensors
-        return checkpoint.Held(self.shards, self._inner, parameters, self.param_groups, self._has_stepped)
+        parts = self.parts
+        parameters = parts.now.parameters.tensors
+        return checkpoint.Held(parts.shards, parts.inner, parameters, self.param_groups, self._has_stepped)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's part of the state, in torch's form. Each rank loads what it has saved, under as many ranks.
@@ -356,8 +205,9 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         """
         if checkpoint.wants_whole():
             return self.full_state_dict()
-        self.shards.begin_step()
-        return {**super().state_dict(), checkpoint.BUCKETS: (self.shards.group.size(), self.shards.plan)}
+        shards = self.parts.shards
+        shards.begin_step()
+        return {**super().state_dict(), checkpoint.BUCKETS: (shards.group.size(), shards.plan)}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The whole state, as ``optimizer_class`` has it over a whole model: copies on the CPU. A collective.
@@ -367,10 +217,10 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         Args:
             rank0_only: the other ranks get {}.
         """
-        return self._full_state_dict(keep=not rank0_only or self._model.engine.now.process_group.rank() == 0)
+        return self._full_state_dict(keep=not rank0_only or self.parts.now.process_group.rank() == 0)
 
     def _full_state_dict(self, *, keep: bool) -> dict[str, Any]:
-        self.shards.begin_step()
+        self.parts.shards.begin_step()
         state = self._held().whole(keep=keep)
         return {"state": state, "param_groups": super().state_dict()["param_groups"]} if keep else {}
 
@@ -385,22 +235,18 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        engine = self._model.engine
-        saved = checkpoint.Saved(state_dict, self.param_groups, engine.now.parameters, any_shape=self._whole)
-        self.shards.wait()
-        if (plan := saved.other_plan(self.shards.plan, self.shards.group.size())) is not None:
+        parts, engine = self.parts, self.parts.model.engine
+        saved = checkpoint.Saved(state_dict, self.param_groups, engine.now.parameters, any_shape=parts.whole)
+        parts.parameters_ready()
+        if (plan := saved.other_plan(parts.shards.plan, parts.shards.group.size())) is not None:
             engine.use_plan(plan, engine.now.setting.several_lanes)
-        saved.check_has(self.shards)
+        saved.check_has(parts.shards)
         saved.install(self._held())
         for group, of_saved in zip(self.param_groups, saved.groups, strict=True):
-            group.update(copy.deepcopy(_settings_of(of_saved)))
+            group.update(copy.deepcopy(settings_of(of_saved)))
         self._has_stepped = bool(saved.of_parameter)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def _check_model(model: DistributedDataParallel) -> None:

@@ -13,20 +13,14 @@ from torch.amp.grad_scaler import GradScaler
 
 from fastddp.errors import see
 from fastddp.in_force import InForce
+from fastddp.sharding.parts import Parts
 
 
 class OfParts:
     """An optimizer of which each rank has a part."""
 
     param_groups: list[dict[str, Any]]
-
-    def in_force(self) -> InForce:
-        """Of the model that it trains."""
-        raise NotImplementedError
-
-    def holders_with_gradients(self) -> list[Tensor]:
-        """What this rank steps: parameters whose ``.grad`` has values."""
-        raise NotImplementedError
+    parts: Parts
 
 
 @functools.cache
@@ -42,9 +36,9 @@ def let_scalers_unscale_parts() -> None:
             return unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         if not allow_fp16:
             _check_none_in_fp16(optimizer)
-        part = SimpleNamespace(param_groups=[{"params": optimizer.holders_with_gradients()}])
+        part = SimpleNamespace(param_groups=[{"params": optimizer.parts.holders_with_gradients()}])
         found = unscale(scaler, part, inv_scale, found_inf, allow_fp16)
-        return _on_any_rank(found, optimizer.in_force())
+        return _on_any_rank(found, optimizer.parts.now)
 
     GradScaler._unscale_grads_ = unscale_part  # type: ignore[assignment, method-assign]
 

@@ -25,16 +25,16 @@ class StepsToTheEnd(OfParts, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The model's."""
-        return self.in_force().device
+        return self.parts.now.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The model's."""
-        return self.in_force().process_group
+        return self.parts.now.process_group
 
-    def check_joined(self) -> None:
+    def _check_joined(self) -> None:
         """Raise RuntimeError if ranks without inputs would not step; tell torch of a step."""
-        if self.in_force().is_uneven and not self._join_config.enable:
+        if self.parts.now.is_uneven and not self._join_config.enable:
             raise RuntimeError(
                 "A rank without inputs still has to step with its part of the others' gradients, and this Join has the "
                 "model alone. Use Join([model, optimizer]), in this order." + see("FD042")

@@ -54,7 +54,7 @@ class Training:
     def next_gradients(self) -> list[Any]:
         self.backward(torch.randn(12, 9, generator=self._generator))
         if isinstance(self.optimizer, fastddp.ShardedOptimizer):
-            return self.optimizer.gradients()
+            return self.optimizer.parts.gradients()
         return [parameter.grad for parameter in self.model.parameters()]
 
     def remembered(self) -> list[Tensor]:

@@ -213,7 +213,7 @@ class Training:
 
     def gradients(self) -> list[Tensor | None]:
         if self.optimizer is not None:
-            whole = dict(gathered(self.optimizer.shards, lambda span: {"": span.holder.grad}))
+            whole = dict(gathered(self.optimizer.parts.shards, lambda span: {"": span.holder.grad}))
             own = [*self.model.module.own]
             return [
                 None if parameter.grad is None else whole[number].of_parameter(parameter)[""].cpu().clone()

@@ -75,7 +75,7 @@ def test_parameters_that_ranks_have_stepped_have_names_when_they_leave_and_when_
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         optimizer.step()
     ranges = sorted((event.time_range.start, event.name) for event in profile.events())
-    sizes = [bucket.flat.nbytes for bucket in optimizer.shards.buckets]
+    sizes = [bucket.flat.nbytes for bucket in optimizer.parts.shards.buckets]
     assert [name for _, name in ranges if name.startswith("fastddp.")] == [
         *(f"fastddp.gather bucket={bucket} bytes={sizes[bucket]} wire=float32" for bucket in (1, 0)),
         *(f"fastddp.await bucket={bucket}" for bucket in (1, 0)),

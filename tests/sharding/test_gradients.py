@@ -64,7 +64,7 @@ class Training:
 
     def own_gradients(self) -> list[Tensor]:
         """This rank's part."""
-        return self.optimizer.gradients()  # type: ignore[attr-defined,no-any-return]
+        return self.optimizer.parts.gradients()  # type: ignore[attr-defined,no-any-return]
 
     def parameters(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]

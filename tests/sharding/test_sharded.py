@@ -241,9 +241,9 @@ def test_each_rank_has_half_of_the_state(rank: int) -> None:
     training = Training(rank, Layers())
     optimizer = of(training.model, ADAMW)
     training.train(optimizer, steps=2)
-    numbers = sum(span.end - span.begin for span in optimizer.shards.spans())
+    numbers = sum(span.end - span.begin for span in optimizer.parts.shards.spans())
     assert sum(of_ranks(numbers)) == sum(parameter.numel() for parameter in training.model.parameters())
-    assert abs(numbers - sum(of_ranks(numbers)) / 2) < 1024 * len(optimizer.shards.buckets)
+    assert abs(numbers - sum(of_ranks(numbers)) / 2) < 1024 * len(optimizer.parts.shards.buckets)
 
 
 # ------------------------------------------------------------------------------------------------------ copies in fp32
@@ -297,7 +297,7 @@ def test_fp32_parameters_may_travel_in_16_bits(rank: int) -> None:
     found = training.parameters()
     assert all(equal(found, others) for others in of_ranks(found))
     assert equal(found, [parameter.bfloat16().float() for parameter in found])
-    spans = [*optimizer.shards.spans()]
+    spans = [*optimizer.parts.shards.spans()]
     copies = [span.holder.detach().flatten() for span in spans]
     parts = [found[span.parameter].flatten()[span.begin : span.end] for span in spans]
     assert equal([copy.bfloat16().float() for copy in copies], parts)
@@ -312,7 +312,7 @@ def test_copies_follow_what_others_write(rank: int, write: str, rebuilds: bool) 
     training = Training(rank, Mixed())
     optimizer = of(training.model, partial(torch.optim.SGD, lr=1e-5))
     training.train(optimizer, steps=1 if rebuilds else 3)
-    before = {span.parameter: span.holder.detach().clone() for span in optimizer.shards.spans()}
+    before = {span.parameter: span.holder.detach().clone() for span in optimizer.parts.shards.spans()}
     state = training.model.module.state_dict()
     if write == "one":
         state = {"first.bias": state["first.bias"]}
@@ -325,7 +325,7 @@ def test_copies_follow_what_others_write(rank: int, write: str, rebuilds: bool) 
     assert equal(training.parameters(), expected)
     if rebuilds:
         return
-    names = optimizer.in_force().parameters.names
-    for span in optimizer.shards.spans():
+    names = optimizer.parts.now.parameters.names
+    for span in optimizer.parts.shards.spans():
         is_written = write == "all" or names[span.parameter] == "first.bias"
         assert torch.equal(span.holder, before[span.parameter]) != is_written

@@ -25,7 +25,7 @@ from program_execution import (
     wrap_in_reference,
 )
 from program_hooks import plans_at_once
-from programs import AUTO, EIGHT_BITS, Change, Op, Program, Raise, Step, WrapAgain
+from programs import AUTO, EIGHT_BITS, Change, Op, Program, Step
 
 MOMENTUM = 0.5
 
@@ -130,7 +130,7 @@ class Sharded(WithMomentum):
 
     def _change_gradients(self, how: str) -> None:
         if how == "half":
-            for gradient in [*self.optimizer.gradients(), *self._of_tables()]:  # type: ignore[attr-defined]
+            for gradient in [*self.optimizer.parts.gradients(), *self._of_tables()]:  # type: ignore[attr-defined]
                 gradient.mul_(0.5)
         elif how != "copies":
             super()._change_gradients(how)
@@ -142,8 +142,8 @@ class Sharded(WithMomentum):
     def whole_gradients(self) -> dict[int, Tensor]:
         """By the number of the parameter. A collective."""
         optimizer: Any = self.optimizer
-        shards, own = optimizer.shards, {id(gradient) for gradient in optimizer.gradients()}
-        parameters = optimizer.in_force().parameters.tensors
+        shards, own = optimizer.parts.shards, {id(gradient) for gradient in optimizer.parts.gradients()}
+        parameters = optimizer.parts.now.parameters.tensors
         numbers = {id(self.parameter(index)): index for index in self.dense}
 
         def of_span(span: Any) -> dict[str, Tensor]:

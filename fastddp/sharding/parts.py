@@ -1,0 +1,218 @@
+"""What a rank has of a sharded optimizer. The model's engine and the optimizer share it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fastddp import _C
+from fastddp.ddp import DistributedDataParallel
+from fastddp.errors import see
+from fastddp.in_force import InForce
+from fastddp.sharding import checkpoint
+from fastddp.sharding.shards import OneBucket, Shards, Span
+from fastddp.sharding.state import gathered
+
+_GRADIENT, _MAIN = "fastddp.gradient", checkpoint.MAIN  # beside the names of an optimizer's state
+Group = dict[str, Any]
+
+
+class Parts:
+    """Flat parameters, this rank's part of them, and an optimizer for the part of each bucket.
+
+    Args:
+        model: has this object, and goes at once when nobody else has it.
+        make: an optimizer of parameter groups.
+        whole: each rank has whole parameters.
+        wire: fp32 parameters travel in this dtype; None: as they are.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        make: Callable[[list[Group]], Optimizer],
+        *,
+        whole: bool,
+        wire: torch.dtype | None,
+    ) -> None:
+        self._of_model = weakref.ref(model)
+        self._make, self.whole, self._wire = make, whole, wire
+        self.groups: list[Group] = []
+        """The optimizer's, with the model's parameters."""
+        self.inner: list[Optimizer] = []
+        """By bucket."""
+        self._shards: Shards | None = None
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """Whose parameters are trained.
+
+        Raises:
+            RuntimeError: it is gone.
+        """
+        model = self._of_model()
+        if model is None:
+            raise RuntimeError("The model of this ShardedOptimizer is gone. Keep the wrapper." + see("FD042"))
+        return model
+
+    @property
+    def now(self) -> InForce:
+        """What is in force in the model."""
+        return self.model.engine.now
+
+    @property
+    def shards(self) -> Shards:
+        """Where parameters and this rank's part are."""
+        assert self._shards is not None
+        return self._shards
+
+    def add_group(self, group: Group) -> None:
+        """Step these parameters too."""
+        for number, inner in enumerate(self.inner):
+            inner.add_param_group(self._group_in(self.shards.buckets[number], group))
+
+    def check_trained(self, group: Group) -> None:
+        """Raise ValueError if a parameter of ``group`` is not the model's, or has sparse gradients."""
+        now = self.now
+        names = {id(parameter): name for name, parameter in now.parameters}
+        given = {id(parameter) for parameter in group["params"]}
+        if not given <= names.keys():
+            raise ValueError(
+                "A parameter that was given to ShardedOptimizer is not trained by the model. Give it parameters of the "
+                "wrapped module that require gradients." + see("FD042")
+            )
+        sparse = {id(now.parameters.tensors[index]) for index in now.parameters.sparse}
+        if given & sparse:
+            raise ValueError(
+                f"The gradient of parameter {names[(given & sparse).pop()]} is sparse, and ShardedOptimizer steps with "
+                "dense ones. Pass params= without it, and give it to an optimizer that is not sharded." + see("FD042")
+            )
+
+    def check_none_missing(self) -> None:
+        """Raise ValueError if a parameter of the model is in no group."""
+        parameters = self.now.parameters
+        given = {id(parameter) for group in self.groups for parameter in group["params"]}
+        given |= {id(parameters.tensors[index]) for index in parameters.sparse}
+        if missing := [name for name, parameter in parameters if id(parameter) not in given]:
+            raise ValueError(
+                f"ShardedOptimizer leaves out {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}, and "
+                "another optimizer would find no gradient there. Give it all parameters that the model trains, in "
+                "params or by add_param_group." + see("FD042")
+            )
+
+    # ---------------------------------------------------------------------------------------------- for the engine
+
+    def lay_out(self) -> _C.Sharding:
+        """Put parameters into flat memory for the buckets in force, with what was there, and say who has what."""
+        before, inner_before = self._shards, self.inner
+        if before is not None:
+            before.begin_step()  # copies in fp32 follow what others have written
+        self._shards = shards = Shards(self.now, whole=self.whole, wire=self._wire)
+        self.inner = [self._inner_of(bucket) for bucket in shards.buckets]
+        if before is not None:
+            before.release()
+            self._take_over(before, inner_before)
+        shards.install()
+        return shards.sharding
+
+    @torch.no_grad()
+    def _take_over(self, before: Shards, inner_before: list[Optimizer]) -> None:
+        """Take the state of other buckets along, with copies in fp32 and gradients that nobody has stepped with."""
+        now = self.now
+        notices = {index for index, notice in before.notices.items() if now.parameters.tensors[index].grad is notice}
+
+        def of_span(span: Span) -> dict[str, Any]:
+            gradient = span.holder.grad if span.parameter in notices else None
+            beside = {_GRADIENT: gradient, _MAIN: before.main_of(span)}
+            state = inner_before[span.bucket].state.get(span.holder, {})
+            return {**state, **{key: value for key, value in beside.items() if value is not None}}
+
+        own = {span.parameter: span for span in self.shards.spans()}
+        for index, whole in gathered(before, of_span):
+            if index in own:
+                self._take(own[index], whole.of_span(own[index]))
+        for index in notices:
+            now.parameters.tensors[index].grad = self.shards.notices[index]
+
+    def _take(self, span: Span, state: dict[str, Any]) -> None:
+        span.holder.grad = state.pop(_GRADIENT, None)
+        if (main := state.pop(_MAIN, None)) is not None:
+            span.holder.copy_(main)
+        if state:
+            self.inner[span.bucket].state[span.holder] = state
+
+    def _inner_of(self, bucket: OneBucket) -> Optimizer:
+        """The optimizer of this rank's part of a bucket."""
+        return self._make([self._group_in(bucket, group) for group in self.groups])
+
+    def _group_in(self, bucket: OneBucket, group: Group) -> Group:
+        parameters = self.now.parameters.tensors
+        holders = {id(parameters[span.parameter]): span.holder for span in bucket.spans}
+        found = [holders[id(parameter)] for parameter in group["params"] if id(parameter) in holders]
+        return {**settings_of(group), "params": found}
+
+    def holders_with_gradients(self) -> list[Tensor]:
+        """What this rank steps, where a backward has averaged gradients that nobody has removed since."""
+        parameters, notices = self.now.parameters.tensors, self.shards.notices
+        own = [span for span in self.shards.spans() if span.holder.grad is not None]
+        return [span.holder for span in own if parameters[span.parameter].grad is notices[span.parameter]]
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of them."""
+        return [holder.grad for holder in self.holders_with_gradients() if holder.grad is not None]
+
+    def check_parameters(self) -> None:
+        """Raise RuntimeError if the gather of parameters has failed, so that some of them are old."""
+        self.shards.check()
+
+    def parameters_ready(self) -> None:
+        """Wait until all parameters are here. On a device only the current stream waits."""
+        self.shards.wait()
+
+    # ------------------------------------------------------------------------------------------------------- a step
+
+    def step(self, number: int) -> None:
+        """Step this rank's part of bucket ``number``."""
+        inner = self.inner[number]
+        for group, own in zip(self.groups, inner.param_groups, strict=True):
+            own.update(settings_of(group))
+        inner.step()
+
+    def make_state(self) -> None:
+        """Step with zeros, and leave parameters as they are."""
+        for number, bucket in enumerate(self.shards.buckets):
+            before = [span.holder.clone() for span in bucket.spans]
+            for span in bucket.spans:
+                span.holder.grad = torch.zeros_like(span.holder)
+            self.step(number)
+            for span, values in zip(bucket.spans, before, strict=True):
+                span.holder.copy_(values)
+                span.holder.grad = None
+
+    def check_gradients(self) -> None:
+        """Drop the gradients that ``zero_grad`` has removed, and raise for those that are not averages."""
+        parameters, shards = self.now.parameters, self.shards
+        kept = set()
+        for index, notice in shards.notices.items():
+            gradient = parameters.tensors[index].grad
+            if gradient is notice:
+                kept.add(index)
+            elif gradient is not None:
+                raise RuntimeError(
+                    f"fastddp: the gradient of parameter {parameters.names[index]} is this rank's alone: its backward "
+                    "ran under no_sync(), or the gradient was assigned. A ShardedOptimizer steps with gradients that a "
+                    "backward has synchronised. Run the last backward of a step outside of no_sync()." + see("FD041")
+                )
+        for span in shards.spans():
+            if span.parameter not in kept:
+                span.holder.grad = None
+
+
+def settings_of(group: Mapping[str, Any]) -> Group:
+    """All of a parameter group but its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
