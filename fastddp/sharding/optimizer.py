@@ -230,6 +230,9 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         All ranks call it. The dictionaries in ``param_groups`` stay the same ones. The next step takes parameters for
         those copies in fp32 that are not in the state, or do not round to the parameters.
 
+        Args:
+            state_dict: the state.
+
         Raises:
             ValueError: it is the state of another model, or another rank's. Nothing has been loaded.
         """

@@ -133,7 +133,7 @@ def test_the_wait_for_a_late_rank_is_exposed(rank: int, hook: str) -> None:
 class Late(torch.optim.SGD):
     """On rank 1."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         time.sleep(0.1 * torch.distributed.get_rank())
         super().step()
 

@@ -96,7 +96,8 @@ def uneven(rank: int, is_sharded: bool) -> Trained:
     else:
         model = nn.parallel.DistributedDataParallel(without_buffers(), **SEVERAL_BUCKETS)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with Join([model, optimizer] if is_sharded else [model]):
+    joined: list[Any] = [model, optimizer] if is_sharded else [model]
+    with Join(joined):
         for number in range(3 + 2 * rank):
             step(rank, model, number)
             optimizer.step()
@@ -154,7 +155,7 @@ STAYS: dict[str, Callable[[nn.Module], ZeroRedundancyOptimizer]] = {
     "LBFGS": lambda model: ZeroRedundancyOptimizer(model.parameters(), torch.optim.LBFGS),
     "a function": lambda model: ZeroRedundancyOptimizer(model.parameters(), partial(torch.optim.SGD, lr=0.1)),
     "a derived class": lambda model: OwnZero(model.parameters(), torch.optim.SGD, lr=0.1),
-    "a class derived under the patch": lambda model: type(OwnZero)("New", (ZeroRedundancyOptimizer,), {})(
+    "a class derived under the patch": lambda model: type(OwnZero)("New", (ZeroRedundancyOptimizer,), {})(  # type: ignore[misc]
         model.parameters(), torch.optim.SGD, lr=0.1
     ),
 }

@@ -57,7 +57,7 @@ class Held(torch.optim.SGD):
 
     holds = False
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         store = dist.distributed_c10d._get_default_store()
         while self.holds and not store.check(["fastddp/stall/1/report/4"]):
             time.sleep(0.1)
@@ -77,7 +77,7 @@ def test_who_waits_for_parameters_names_the_rank_that_has_not_stepped(rank: int,
         optimizer.step()
         optimizer.zero_grad()
     if rank == 0:
-        assert until(lambda: reports)
+        assert until(lambda: bool(reports))
         [report] = reports
         assert [(cause.cause, cause.ranks) for cause in report.causes] == [("optimizer", (1,))]
         assert "1 of 2 ranks are waiting for the parameters of bucket 3 of 4" in report.headline
