@@ -194,7 +194,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             std::vector<std::optional<at::Tensor>> gradients;
             const auto buckets = reducer.buckets();
             for (size_t parameter = 0; parameter < buckets->parameters().size(); ++parameter) {
-              const auto& gradient = buckets->own_gradient(parameter);
+              const auto gradient = buckets->own_gradient(parameter);
               gradients.push_back(gradient.defined() ? std::optional(gradient) : std::nullopt);
             }
             return gradients;

@@ -31,7 +31,7 @@ const at::Tensor& Bucket::gradient(size_t member) const {
   return state.has_placeholder() ? state.placeholder->gradient : held(member);
 }
 
-const at::Tensor& Bucket::own_gradient(size_t member) const {
+at::Tensor Bucket::own_gradient(size_t member) const {
   return shard == nullptr ? held(member) : shard->own_gradient(member, held(member));
 }
 

@@ -52,7 +52,7 @@ class Bucket {
   const at::Tensor& gradient(size_t member) const;
   at::Tensor& gradient(size_t member);
   // held(member), or the gradient of this rank's span of it.
-  const at::Tensor& own_gradient(size_t member) const;
+  at::Tensor own_gradient(size_t member) const;
   // The gradient, for a codec or unpack to write. Makes memory where there is none, and gives autograd a new version.
   at::Tensor& gradient_to_write(size_t member);
 

@@ -77,7 +77,7 @@ class Buckets {
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const at::Tensor& gradient(size_t parameter) const { return holders_[parameter].grad(); }
   // As Bucket::own_gradient().
-  const at::Tensor& own_gradient(size_t parameter) const {
+  at::Tensor own_gradient(size_t parameter) const {
     const auto [bucket, member] = places_[parameter];
     return has(parameter) ? buckets_[bucket].own_gradient(member) : gradient(parameter);
   }

@@ -117,10 +117,9 @@ void OwnShard::zero() {
   }
 }
 
-const at::Tensor& OwnShard::own_gradient(size_t member, const at::Tensor& gradient) const {
-  static const at::Tensor none;
+at::Tensor OwnShard::own_gradient(size_t member, const at::Tensor& gradient) const {
   if (!gradient.defined() || !is_notice(member, gradient)) return gradient;
-  return span_of_[member] ? spans.held(*span_of_[member]) : none;
+  return span_of_[member] ? spans.held(*span_of_[member]) : at::Tensor();
 }
 
 }  // namespace fastddp

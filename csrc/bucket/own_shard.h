@@ -49,7 +49,7 @@ class OwnShard {
   // Adds this rank's part of `whole`, which has all numbers of the bucket's member.
   void add(const Bucket& bucket, size_t member, const at::Tensor& whole);
   // The span's gradient, if `gradient` is the notice; else `gradient`. Undefined: the span is another rank's.
-  const at::Tensor& own_gradient(size_t member, const at::Tensor& gradient) const;
+  at::Tensor own_gradient(size_t member, const at::Tensor& gradient) const;
   // A window has failed: gradients become zero.
   void zero();
 

@@ -58,7 +58,7 @@ void LocalGradients::notice_now(const Noticed& noticed) {
   const auto& parameters = buckets_.parameters();
   const auto counts = at::zeros({static_cast<int64_t>(parameters.size())}, at::kLong);
   for (size_t parameter = 0; parameter < parameters.size(); ++parameter) {
-    const auto& gradient = buckets_.own_gradient(parameter);
+    const auto gradient = buckets_.own_gradient(parameter);
     if (!gradient.defined() || gradient.numel() == 0) continue;
     const auto pair = measure_flat(gradient.is_sparse() ? gradient.coalesce().values() : gradient);
     counts.mutable_data_ptr<int64_t>()[parameter] = static_cast<int64_t>(pair[1].item<double>());
