@@ -115,7 +115,8 @@ def exchanges_and(*axes: Sequence[Any], fits: Callable[..., bool] = lambda *_: T
     """Combinations of an exchange and a value of each axis that fit.
 
     Quick are as many as are needed so that each pair of values occurs, those of exchanges among them: taken one after
-    the other, each the first with the most pairs that have not occurred. The others are slow.
+    the other, each the first with the most pairs that have not occurred. The others are slow; of those that are sharded,
+    which share their way up to the sum with the others, one in four is, and the rest is nightly.
     """
     rows = [row for row in itertools.product(CODECS, TRANSPORTS, LEVELS, *axes) if is_there(row, fits)]
     pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
@@ -125,11 +126,16 @@ def exchanges_and(*axes: Sequence[Any], fits: Callable[..., bool] = lambda *_: T
         best = max(rows, key=lambda row: len(pairs[row] & missing))
         quick.add(best)
         missing -= pairs[best]
-    slow = pytest.mark.tier("slow")
     return [
-        pytest.param(Exchange(*row[:3]), *row[3:], id=", ".join(map(str, row)), marks=() if row in quick else slow)
-        for row in rows
+        pytest.param(Exchange(*row[:3]), *row[3:], id=", ".join(map(str, row)), marks=tier_of(number, row, row in quick))
+        for number, row in enumerate(rows)
     ]
+
+
+def tier_of(number: int, row: tuple[Any, ...], is_quick: bool) -> Any:
+    if is_quick:
+        return ()
+    return pytest.mark.tier("nightly" if Exchange(*row[:3]).is_sharded and number % 4 else "slow")
 
 
 def is_there(row: tuple[Any, ...], fits: Callable[..., bool]) -> bool:
