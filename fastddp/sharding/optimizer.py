@@ -162,7 +162,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             set_to_none: remove them.
         """
         super().zero_grad(set_to_none)
-        self.parts.now.reducer.forget_gradients()
+        self.parts.shards.forget_gradients()
 
     def parameters_ready(self) -> None:
         """Wait until all parameters of the last :meth:`step` are here. On a device only the current stream waits."""
@@ -193,7 +193,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
 
     def _held(self) -> checkpoint.Held:
         parts = self.parts
-        parameters = parts.now.parameters.tensors
+        parameters = parts.parameters.tensors
         return checkpoint.Held(parts.shards, parts.inner, parameters, self.param_groups, self._has_stepped)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -239,7 +239,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         parts, engine = self.parts, self.parts.model.engine
-        saved = checkpoint.Saved(state_dict, self.param_groups, engine.now.parameters, any_shape=parts.whole)
+        saved = checkpoint.Saved(state_dict, self.param_groups, parts.parameters, any_shape=parts.whole)
         parts.parameters_ready()
         if (plan := saved.other_plan(parts.shards.plan, parts.shards.group.size())) is not None:
             engine.use_plan(plan, engine.now.setting.several_lanes)

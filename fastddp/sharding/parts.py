@@ -42,6 +42,8 @@ class Parts:
     ) -> None:
         self._of_model = weakref.ref(model)
         self._make, self.whole, self._wire = make, whole, wire
+        self.parameters = model.engine.now.parameters
+        """The model's."""
         self.groups: list[Group] = []
         """The optimizer's, with the model's parameters."""
         self.inner: list[Optimizer] = []
@@ -95,7 +97,7 @@ class Parts:
 
     def check_none_missing(self) -> None:
         """Raise ValueError if a parameter of the model is in no group."""
-        parameters = self.now.parameters
+        parameters = self.parameters
         given = {id(parameter) for group in self.groups for parameter in group["params"]}
         given |= {id(parameters.tensors[index]) for index in parameters.sparse}
         if missing := [name for name, parameter in parameters if id(parameter) not in given]:
@@ -151,14 +153,14 @@ class Parts:
         return self._make([self._group_in(bucket, group) for group in self.groups])
 
     def _group_in(self, bucket: OneBucket, group: Group) -> Group:
-        parameters = self.now.parameters.tensors
+        parameters = self.parameters.tensors
         holders = {id(parameters[span.parameter]): span.holder for span in bucket.spans}
         found = [holders[id(parameter)] for parameter in group["params"] if id(parameter) in holders]
         return {**settings_of(group), "params": found}
 
     def holders_with_gradients(self) -> list[Tensor]:
         """What this rank steps, where a backward has averaged gradients that nobody has removed since."""
-        parameters, notices = self.now.parameters.tensors, self.shards.notices
+        parameters, notices = self.parameters.tensors, self.shards.notices
         own = [span for span in self.shards.spans() if span.holder.grad is not None]
         return [span.holder for span in own if parameters[span.parameter].grad is notices[span.parameter]]
 
@@ -196,7 +198,7 @@ class Parts:
 
     def check_gradients(self) -> None:
         """Drop the gradients that ``zero_grad`` has removed, and raise for those that are not averages."""
-        parameters, shards = self.now.parameters, self.shards
+        parameters, shards = self.parameters, self.shards
         kept = set()
         for index, notice in shards.notices.items():
             gradient = parameters.tensors[index].grad
