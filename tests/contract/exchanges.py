@@ -115,8 +115,8 @@ def exchanges_and(*axes: Sequence[Any], fits: Callable[..., bool] = lambda *_: T
     """Combinations of an exchange and a value of each axis that fit.
 
     Quick are as many as are needed so that each pair of values occurs, those of exchanges among them: taken one after
-    the other, each the first with the most pairs that have not occurred. The others are slow; of those that are sharded,
-    which share their way up to the sum with the others, one in four is, and the rest is nightly.
+    the other, each the first with the most pairs that have not occurred. The others are slow. Of those that are
+    sharded, whose way up to the sum is that of others, one in four is, and the rest is nightly.
     """
     rows = [row for row in itertools.product(CODECS, TRANSPORTS, LEVELS, *axes) if is_there(row, fits)]
     pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
@@ -127,7 +127,9 @@ def exchanges_and(*axes: Sequence[Any], fits: Callable[..., bool] = lambda *_: T
         quick.add(best)
         missing -= pairs[best]
     return [
-        pytest.param(Exchange(*row[:3]), *row[3:], id=", ".join(map(str, row)), marks=tier_of(number, row, row in quick))
+        pytest.param(
+            Exchange(*row[:3]), *row[3:], id=", ".join(map(str, row)), marks=tier_of(number, row, row in quick)
+        )
         for number, row in enumerate(rows)
     ]
 
