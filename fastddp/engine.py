@@ -284,6 +284,8 @@ class Engine:
 
     def use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:
         """Use these buckets and lanes from the next window on."""
+        if self.sharded is not None:
+            plan = with_one_dtype(plan, self.now.parameters.tensors)
         is_another = plan != self.now.setting.plan
         self.now.setting = dataclasses.replace(
             self.now.setting, plan=plan, several_lanes=several_lanes, lanes_were_measured=lanes_were_measured

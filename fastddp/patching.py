@@ -6,6 +6,9 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from multiprocessing import spawn
 from types import ModuleType, TracebackType
 from typing import Any, Unpack
@@ -16,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fastddp import comm_hooks, job_options, presence
 from fastddp.ddp import DistributedDataParallel
 from fastddp.job_options import JobOptions, check_options
+from fastddp.sharding import torchs_clipping
 
 
 class StandsForTorchs(type(TorchDDP)):  # type: ignore[misc]  # torch's metaclass is what it is
@@ -55,6 +59,20 @@ class Patch:
         setattr(owner, name, value)
         self._changes.callback(_change_back, owner, name, value, before)
 
+    def once_imported(self, module: str, change: Callable[[Patch], None]) -> None:
+        """Change more as soon as a module is imported that takes long to import: now, if it is.
+
+        Args:
+            module: its name.
+            change: is called with this patch, unless it is undone before.
+        """
+        if module in sys.modules:
+            change(self)
+        else:
+            finder = _Finder(module, lambda: change(self))
+            sys.meta_path.insert(0, finder)
+            self._changes.callback(finder.end)
+
     def undo(self) -> None:
         """Let the names stand for what they stood for before. A second call does nothing.
 
@@ -70,6 +88,34 @@ class Patch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.undo()
+
+
+class _Finder(MetaPathFinder):
+    """Calls ``then`` when the module has been imported, once."""
+
+    def __init__(self, module: str, then: Callable[[], None]) -> None:
+        self._module, self._then = module, then
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """What other finders say of the module."""
+        if fullname != self._module:
+            return None
+        self.end()
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_tell(module: ModuleType) -> None:
+                execute(module)
+                self._then()
+
+            spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        return spec
+
+    def end(self) -> None:
+        """Look no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 def _change_back(owner: object, name: str, ours: object, before: object) -> None:
@@ -102,24 +148,27 @@ def patch(**options: Unpack[JobOptions]) -> Patch:
         ValueError: no wrapper takes this value.
     """
     check_options(options)
-    from fastddp.sharding import zero  # here, because torch.distributed.optim takes long to import
-
     patched = Patch()
-    if type(zero.TorchZero) is not zero.ShardsWherePossible:
-        patched.change(zero.TorchZero, "__class__", zero.ShardsWherePossible)
+    patched.once_imported("torch.distributed.optim.zero_redundancy_optimizer", _shard_where_possible)
     if type(DistributedDataParallel) is not StandsForTorchs:
         patched.change(DistributedDataParallel, "__class__", StandsForTorchs)
     patched.change(job_options, "in_force", {**job_options.in_force, **options})
     patched.change(presence, "to_stderr", True)
     patched.change(spawn, "get_preparation_data", _patching(spawn.get_preparation_data))
-    replacements = {**_REPLACEMENTS, id(zero.torchs_clip_grad_norm_): zero.clip_grad_norm_}
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or _is_ours(module):
             continue
         for name, value in list(vars(module).items()):
-            if id(value) in replacements:
-                patched.change(module, name, replacements[id(value)])
+            if id(value) in _REPLACEMENTS:
+                patched.change(module, name, _REPLACEMENTS[id(value)])
     return patched
+
+
+def _shard_where_possible(patched: Patch) -> None:
+    from fastddp.sharding import zero  # which imports what took long
+
+    if type(zero.TorchZero) is not zero.ShardsWherePossible:
+        patched.change(zero.TorchZero, "__class__", zero.ShardsWherePossible)
 
 
 # Note [Processes that a script starts]
@@ -161,8 +210,9 @@ _HOOKS = [
     if hasattr(module, name)
 ]
 
+_CLIP = (torchs_clipping.torchs_clip_grad_norm_, torchs_clipping.clip_grad_norm_)
 _REPLACEMENTS: dict[int, object] = {
     id(original): replacement
-    for original, replacement in [(TorchDDP, DistributedDataParallel), *_HOOKS]
+    for original, replacement in [(TorchDDP, DistributedDataParallel), _CLIP, *_HOOKS]
     if original is not replacement
 }

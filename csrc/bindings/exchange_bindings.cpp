@@ -140,9 +140,8 @@ void bind_exchanges(py::module_& m) {
   py::class_<Gather, std::shared_ptr<Gather>>(m, "Gather", "Parameters go to all ranks; csrc/transport/gather.h.")
       .def(py::init([](Groups lanes, const std::shared_ptr<Sharding>& sharding, size_t buckets,
                        std::shared_ptr<Interruption> interruption) {
-             Cut cut = [sharding](const at::Tensor& wire, size_t bucket) { return sharding->cut(wire, bucket); };
-             return destroyed_without_gil(std::make_unique<Gather>(Lanes(std::move(lanes)), sharding->device(),
-                                                                   std::move(cut), buckets, std::move(interruption)));
+             return destroyed_without_gil(std::make_unique<Gather>(
+                 Lanes(std::move(lanes)), sharding->device(), runs_of(sharding), buckets, std::move(interruption)));
            }),
            py::arg("lanes"), py::arg("sharding"), py::arg("buckets"), py::arg("interruption"), no_gil)
       .def("is_on_its_way", &Gather::is_on_its_way, py::arg("bucket"));

@@ -39,7 +39,7 @@ std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std:
   const auto ranks = groups.all->getSize(), ranks_of_node = groups.node->getSize();
   TORCH_CHECK_VALUE(static_cast<size_t>(ranks_of_node) == shards->ranks(), "fastddp: shards for ", shards->ranks(),
                     " ranks of a node of ", ranks_of_node);
-  const Cut cut = [shards](const at::Tensor& wire, size_t bucket) { return shards->cut(wire, bucket); };
+  const auto cut = runs_of(shards);
   const auto times = remembers ? static_cast<double>(ranks) / ranks_of_node : 1.0;
   const Lanes node({groups.node});
   std::vector<std::shared_ptr<Route>> routes;
@@ -56,7 +56,7 @@ std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std:
 }
 
 std::unique_ptr<Pipeline> Pipeline::sharded(const Pipeline& whole, const std::shared_ptr<Sharding>& sharding) {
-  const Cut cut = [sharding](const at::Tensor& wire, size_t bucket) { return sharding->cut(wire, bucket); };
+  const auto cut = runs_of(sharding);
   std::vector<std::shared_ptr<Route>> routes;
   for (const auto& route : whole.routes_) {
     std::shared_ptr<Transport> transport = route->transports().front()->only_sum(sharding->device(), cut);

@@ -1,5 +1,7 @@
 #include "transport/gather.h"
 
+#include <utility>
+
 namespace fastddp {
 namespace {
 

@@ -215,6 +215,13 @@ class Parts:
                 span.holder.grad = None
 
 
+class OfParts:
+    """An optimizer of which each rank has a part."""
+
+    param_groups: list[Group]
+    parts: Parts
+
+
 def settings_of(group: Mapping[str, Any]) -> Group:
     """All of a parameter group but its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}

@@ -13,14 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from fastddp.errors import see
 from fastddp.in_force import InForce
-from fastddp.sharding.parts import Parts
-
-
-class OfParts:
-    """An optimizer of which each rank has a part."""
-
-    param_groups: list[dict[str, Any]]
-    parts: Parts
+from fastddp.sharding.parts import OfParts
 
 
 @functools.cache

@@ -278,10 +278,11 @@ class Shards:
     @torch.no_grad()
     def _wait_for_parameter(self, parameter: Tensor) -> None:
         number = self._numbers.get(id(parameter))
-        if number is not None:
-            self.wait_for(number)
-            if not any(map(self._gather.is_on_its_way, range(len(self.buckets)))):
-                self.wait()
+        if number is None or not self._gather.is_on_its_way(number):
+            return
+        self.wait_for(number)
+        if not any(map(self._gather.is_on_its_way, range(len(self.buckets)))):
+            self.wait()
 
 
 def _forget(parameters: Sequence[Tensor], notices: Mapping[int, Tensor]) -> None:

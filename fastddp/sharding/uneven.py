@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from fastddp.errors import see
-from fastddp.sharding.scaler import OfParts
+from fastddp.sharding.parts import OfParts
 
 
 class StepsToTheEnd(OfParts, Joinable):

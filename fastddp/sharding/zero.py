@@ -1,24 +1,22 @@
-"""torch's ``ZeroRedundancyOptimizer`` and ``clip_grad_norm_`` under a patch: they shard what a fastddp model trains."""
+"""torch's ``ZeroRedundancyOptimizer`` under a patch: it shards what a fastddp model trains."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
+from torch.distributed.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import Optimizer
 
-from fastddp import clipping, presence
+from fastddp import presence
 from fastddp.ddp import DistributedDataParallel
-from fastddp.sharding.notice import ShardedGradient
 from fastddp.sharding.optimizer import ShardedOptimizer
-from fastddp.torch_compat.surface import wrappers
+from fastddp.sharding.torchs_clipping import model_of
 
 _ELEMENTWISE = {
     getattr(torch.optim, name)
@@ -50,7 +48,7 @@ def _made(
     params = params if isinstance(params, Tensor) else list(params)
     options = {"parameters_as_bucket_view": parameters_as_bucket_view, "overlap_with_ddp": overlap_with_ddp}
     torchs = functools.partial(make, params, optimizer_class, process_group, **options, **defaults)
-    model = None if overlap_with_ddp else _model_of(params)
+    model = None if overlap_with_ddp else model_of(params)
     if model is None or not _is_steppable(optimizer_class) or not _is_group_of(model, process_group):
         return torchs()
     try:
@@ -70,14 +68,6 @@ def _is_steppable(optimizer_class: Any) -> bool:
 def _is_group_of(model: DistributedDataParallel, group: dist.ProcessGroup | None) -> bool:
     ranks_of = dist.get_process_group_ranks
     return ranks_of(group) == ranks_of(model.process_group)
-
-
-def _model_of(params: Any) -> DistributedDataParallel | None:
-    """The model that trains exactly these parameters, or those of these groups; None: there is none, or several."""
-    groups = [one["params"] if isinstance(one, dict) and "params" in one else [one] for one in params]
-    given = {id(one) for group in groups for one in group}
-    found = [model for model in wrappers if given == set(map(id, model.engine.now.parameters.tensors))]
-    return found[0] if len(found) == 1 else None
 
 
 class ShardedZero(ShardedOptimizer):
@@ -122,21 +112,3 @@ class ShardedZero(ShardedOptimizer):
 
 
 TorchZero.register(ShardedZero)
-
-
-@functools.wraps(torchs_clip_grad_norm_)
-def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> Tensor:
-    """Torch's function. All gradients of a model may be sharded, too; then all ranks call it, with the 2-norm."""
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    is_sharded = any(isinstance(parameter.grad, ShardedGradient) for parameter in parameters)
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    model = _model_of(trained) if is_sharded and norm_type == 2 else None
-    if model is None:
-        return torchs_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    return clipping.clip_grad_norm_(model, max_norm, error_if_nonfinite)

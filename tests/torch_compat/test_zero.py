@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -87,6 +89,19 @@ def test_parameters_and_state_are_those_under_torchs_ddp(
 
 def test_gradients_are_clipped_as_under_torchs_ddp(ranks: RankPool) -> None:
     same_training(ranks, trained, SEVERAL_BUCKETS, {"optimizer_class": torch.optim.SGD}, 1e-3, rtol=1e-5)
+
+
+def test_a_patch_leaves_the_import_of_torchs_optimizers_to_those_who_need_it() -> None:
+    """It takes long; under a patch the class shards from its import on."""
+    name = "torch.distributed.optim.zero_redundancy_optimizer"
+    lines = [
+        "import sys, fastddp",
+        "fastddp.patch()",
+        f"assert {name!r} not in sys.modules",
+        "from torch.distributed.optim import ZeroRedundancyOptimizer",
+        "assert type(ZeroRedundancyOptimizer).__name__ == 'ShardsWherePossible'",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=200)
 
 
 def uneven(rank: int, is_sharded: bool) -> Trained:
