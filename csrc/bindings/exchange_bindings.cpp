@@ -6,6 +6,7 @@
 #include "pipeline/pipeline.h"
 #include "pipeline/trial.h"
 #include "transport/gather.h"
+#include "transport/reads.h"
 #include "transport/sum_audit.h"
 
 namespace fastddp {
@@ -95,17 +96,22 @@ void bind_exchanges(py::module_& m) {
           },
           no_gil);
 
+  py::class_<Lanes>(m, "Lanes", "Process groups of the same ranks; csrc/transport/lanes.h.")
+      .def(py::init<Groups>(), py::arg("groups"))
+      .def(py::init<Groups, Processes>(), py::arg("groups"), py::arg("processes"));
+  py::implicitly_convertible<Groups, Lanes>();
+  m.def("has_bytes", &has_bytes, "Whether a process has these bytes; csrc/transport/reads.h.", py::arg("process"),
+        py::arg("address"), py::arg("bytes"), no_gil);
+
   py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport", "How wires travel; csrc/transport/transport.h.")
       .def_static(
           "all_reduce",
-          [](Groups lanes, bool divides) {
-            return destroyed_without_gil(make_all_reduce(Lanes(std::move(lanes)), divides));
-          },
+          [](Lanes lanes, bool divides) { return destroyed_without_gil(make_all_reduce(std::move(lanes), divides)); },
           py::arg("lanes"), py::arg("divides") = false, no_gil)
       .def_static(
           "sharded_sum",
-          [](Groups lanes, const Nodes& nodes, c10::Device device) {
-            return destroyed_without_gil(make_sharded_sum(Lanes(std::move(lanes)), nodes, device));
+          [](Lanes lanes, const Nodes& nodes, c10::Device device) {
+            return destroyed_without_gil(make_sharded_sum(std::move(lanes), nodes, device));
           },
           py::arg("lanes"), py::arg("nodes"), py::arg("device"), no_gil)
       .def_static(
@@ -138,10 +144,10 @@ void bind_exchanges(py::module_& m) {
           py::arg("bucket"));
 
   py::class_<Gather, std::shared_ptr<Gather>>(m, "Gather", "Parameters go to all ranks; csrc/transport/gather.h.")
-      .def(py::init([](Groups lanes, const std::shared_ptr<Sharding>& sharding, size_t buckets,
+      .def(py::init([](Lanes lanes, const std::shared_ptr<Sharding>& sharding, size_t buckets,
                        std::shared_ptr<Interruption> interruption) {
              return destroyed_without_gil(std::make_unique<Gather>(
-                 Lanes(std::move(lanes)), sharding->device(), runs_of(sharding), buckets, std::move(interruption)));
+                 std::move(lanes), sharding->device(), runs_of(sharding), buckets, std::move(interruption)));
            }),
            py::arg("lanes"), py::arg("sharding"), py::arg("buckets"), py::arg("interruption"), no_gil)
       .def("is_on_its_way", &Gather::is_on_its_way, py::arg("bucket"));
@@ -174,10 +180,8 @@ void bind_exchanges(py::module_& m) {
       .def_static(
           "two_levels",
           [](const std::shared_ptr<Pipeline>& outer, const std::shared_ptr<Sharding>& shards,
-             c10::intrusive_ptr<c10d::ProcessGroup> all, c10::intrusive_ptr<c10d::ProcessGroup> node, bool remembers,
-             bool spreads) {
-            return destroyed_without_gil(
-                Pipeline::two_levels(*outer, shards, {std::move(all), std::move(node)}, remembers, spreads));
+             const c10::intrusive_ptr<c10d::ProcessGroup>& all, const Lanes& node, bool remembers, bool spreads) {
+            return destroyed_without_gil(Pipeline::two_levels(*outer, shards, all, node, remembers, spreads));
           },
           py::arg("outer"), py::arg("shards"), py::kw_only(), py::arg("all"), py::arg("node"), py::arg("remembers"),
           py::arg("spreads"), no_gil)

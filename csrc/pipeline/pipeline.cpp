@@ -35,24 +35,24 @@ std::unique_ptr<Pipeline> Pipeline::per_bucket(const std::vector<std::shared_ptr
 }
 
 std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std::shared_ptr<Sharding>& shards,
-                                               const TwoLevelGroups& groups, bool remembers, bool spreads) {
-  const auto ranks = groups.all->getSize(), ranks_of_node = groups.node->getSize();
+                                               const c10::intrusive_ptr<c10d::ProcessGroup>& all, const Lanes& node,
+                                               bool remembers, bool spreads) {
+  const auto ranks = static_cast<int64_t>(all->getSize()), ranks_of_node = node.ranks();
   TORCH_CHECK_VALUE(static_cast<size_t>(ranks_of_node) == shards->ranks(), "fastddp: shards for ", shards->ranks(),
                     " ranks of a node of ", ranks_of_node);
   const auto cut = runs_of(shards);
   const auto times = remembers ? static_cast<double>(ranks) / ranks_of_node : 1.0;
-  const Lanes node({groups.node});
   std::vector<std::shared_ptr<Route>> routes;
   for (const auto& route : outer.routes_) {
     route->set_weighting({remembers ? Weighting::Kind::mean : Weighting::Kind::sum});
-    std::vector<std::shared_ptr<Transport>> transports{
-        make_shard_sum(node, shards->device(), cut, /*own_sums=*/false, ranks, times)};
+    std::vector<std::shared_ptr<Transport>> transports{make_shard_sum(
+        node, shards->device(), cut, {.own_sums = false, .ranks = ranks, .times = times, .is_last = !spreads})};
     std::ranges::copy(route->transports(), std::back_inserter(transports));
     if (spreads) transports.push_back(make_shard_spread(node, shards->device(), cut));
     auto codec = make_node_codec(route->codec(), shards, remembers, spreads);
     routes.push_back(std::make_shared<Route>(std::move(codec), std::move(transports)));
   }
-  return std::unique_ptr<Pipeline>(new Pipeline(std::move(routes), outer.of_buckets_, groups.all));
+  return std::unique_ptr<Pipeline>(new Pipeline(std::move(routes), outer.of_buckets_, all));
 }
 
 std::unique_ptr<Pipeline> Pipeline::sharded(const Pipeline& whole, const std::shared_ptr<Sharding>& sharding) {

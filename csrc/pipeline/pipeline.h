@@ -9,12 +9,6 @@
 
 namespace fastddp {
 
-// The ranks that share gradients, including this one.
-struct TwoLevelGroups {
-  c10::intrusive_ptr<c10d::ProcessGroup> all;
-  c10::intrusive_ptr<c10d::ProcessGroup> node;  // the ranks of this rank's node
-};
-
 // Note [A route for each bucket]
 // Each bucket travels by one of several routes over the same ranks. Every tick calls all routes, in the same order on all ranks.
 // The route that carries the tick's bucket begins it. The others continue with later legs and rounds of their buckets. So the
@@ -31,7 +25,8 @@ class Pipeline : public Exchange {
   // goes to all ranks of the node: note [Two levels of a bucket], codec/node_codec.cpp. `remembers`: `outer` depends on earlier
   // windows, and needs an average over nodes, not a sum. `spreads`: false where gradients are sharded over the node.
   static std::unique_ptr<Pipeline> two_levels(const Pipeline& outer, const std::shared_ptr<Sharding>& shards,
-                                              const TwoLevelGroups& groups, bool remembers, bool spreads);
+                                              const c10::intrusive_ptr<c10d::ProcessGroup>& all, const Lanes& node,
+                                              bool remembers, bool spreads);
 
   // Gradients travel as `whole` would send them, but each rank gets its own run alone: note [Sharded gradients],
   // bucket/own_shard.h. ValueError: it sends several legs, or by a transport that has no half.

@@ -20,7 +20,8 @@ class AllReduce : public Transport {
   double scale_before(c10::ScalarType wire) const override { return collective_divides(wire) ? 1.0 : scale(); }
 
   std::unique_ptr<Transport> only_sum(c10::Device device, Cut cut) const override {
-    return make_shard_sum(lanes_, device, std::move(cut), /*own_sums=*/false, lanes_.ranks(), 1.0);
+    return make_shard_sum(lanes_, device, std::move(cut),
+                          {.own_sums = false, .ranks = lanes_.ranks(), .times = 1.0, .is_last = true});
   }
 
   std::vector<at::Tensor> split(const at::Tensor& wire) const override { return lanes_.split(wire); }

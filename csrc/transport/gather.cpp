@@ -14,7 +14,7 @@ Gather::Gather(Lanes lanes, c10::Device device, Cut cut, size_t buckets, std::sh
     : lanes_(std::move(lanes)),
       device_(device),
       cut_(std::move(cut)),
-      stages_(make_stages(*lanes_.first(), device, /*own_sums=*/false)),
+      stages_(make_stages(lanes_, device, /*own_sums=*/false)),
       interruption_(std::move(interruption)) {
   for (size_t bucket = 0; bucket < buckets; ++bucket)
     pieces_.emplace_back(kFirstTag + static_cast<uint32_t>(bucket), bucket);

@@ -10,11 +10,15 @@
 
 namespace fastddp {
 
+// By rank: its process, if this rank may read its memory, else 0. Empty: no rank may. Note [Reads], reads.h.
+using Processes = std::vector<int>;
+
 constexpr uint32_t kMostPieces = 256;  // of one wire
 
 class Lanes {
  public:
-  explicit Lanes(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups) : groups_(std::move(groups)) {
+  explicit Lanes(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups, Processes processes = {})
+      : groups_(std::move(groups)), processes_(std::move(processes)) {
     TORCH_CHECK_VALUE(!groups_.empty(), "fastddp: no process group to exchange gradients over");
   }
 
@@ -23,6 +27,8 @@ class Lanes {
   c10d::ProcessGroup* first() const { return groups_.front().get(); }
 
   const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>& all() const { return groups_; }
+
+  const Processes& processes() const { return processes_; }
 
   // Null: there are fewer lanes.
   c10d::ProcessGroup* at(size_t number) const { return number < groups_.size() ? groups_[number].get() : nullptr; }
@@ -59,6 +65,7 @@ class Lanes {
 
  private:
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
+  Processes processes_;
 };
 
 }  // namespace fastddp

@@ -12,7 +12,7 @@ class ShardStage : public Transport {
       : Transport(std::move(lanes)),
         in_pairs_(goes_in_pairs(*lanes_.first(), device)),
         own_sums_(own_sums),
-        stages_(make_stages(*lanes_.first(), device, own_sums)),
+        stages_(make_stages(lanes_, device, own_sums)),
         cut_(std::move(cut)) {}
 
   bool sends_collectives() const override { return false; }
@@ -41,10 +41,10 @@ class ShardStage : public Transport {
 
 class ShardSum : public ShardStage {
  public:
-  ShardSum(Lanes lanes, c10::Device device, Cut cut, bool own_sums, int64_t ranks, double times)
-      : ShardStage(std::move(lanes), device, std::move(cut), own_sums), ranks_(ranks), times_(times) {}
+  ShardSum(Lanes lanes, c10::Device device, Cut cut, SumOfRuns how)
+      : ShardStage(std::move(lanes), device, std::move(cut), how.own_sums), how_(how) {}
 
-  double scale_before(c10::ScalarType) const override { return times_ * weighting_.scale(ranks_); }
+  double scale_before(c10::ScalarType) const override { return how_.times * weighting_.scale(how_.ranks); }
 
   int64_t unit() const override { return adder_ == nullptr ? 1 : adder_->unit(); }
 
@@ -52,11 +52,11 @@ class ShardSum : public ShardStage {
 
   void start(size_t, c10d::ProcessGroup& lane, Piece& piece) const override {
     if (shares_room() && !piece.room.defined()) take_room(piece);
-    stages_->start_sum(0, lane, piece, runs_of(piece));
+    stages_->start_sum(0, lane, piece, runs_of(piece), sum_of(piece));
   }
 
   void add_up(size_t, Piece& piece) const override {
-    stages_->add_up(piece, piece.shards, own_run(adder_ == nullptr ? piece.wire : piece.sum, piece.bucket), adder_);
+    stages_->add_up(piece, piece.shards, sum_of(piece));
     if (shares_room() && piece.room.defined()) rooms_.push_back(std::move(piece.room));
   }
 
@@ -79,9 +79,12 @@ class ShardSum : public ShardStage {
     rooms_.erase(found);
   }
 
+  Sum sum_of(const Piece& piece) const {
+    return {own_run(adder_ == nullptr ? piece.wire : piece.sum, piece.bucket), adder_, how_.is_last};
+  }
+
   mutable std::vector<at::Tensor> rooms_;
-  const int64_t ranks_;
-  const double times_;
+  const SumOfRuns how_;
 };
 
 // Over the same group, so its messages have tags of the next round.
@@ -97,9 +100,8 @@ class ShardSpread : public ShardStage {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_shard_sum(Lanes lanes, c10::Device device, Cut cut, bool own_sums, int64_t ranks,
-                                          double times) {
-  return std::make_unique<ShardSum>(std::move(lanes), device, std::move(cut), own_sums, ranks, times);
+std::unique_ptr<Transport> make_shard_sum(Lanes lanes, c10::Device device, Cut cut, SumOfRuns how) {
+  return std::make_unique<ShardSum>(std::move(lanes), device, std::move(cut), how);
 }
 
 std::unique_ptr<Transport> make_shard_spread(Lanes lanes, c10::Device device, Cut cut) {

@@ -18,7 +18,8 @@ class ShardedSum : public Transport {
         levels_(levels),
         device_(device),
         in_pairs_(goes_in_pairs(*lanes_.first(), device)) {
-    for (const auto& level : levels) stages_.push_back(in_pairs_ ? make_pairs(level) : make_all_to_all(level));
+    for (const auto& level : levels)
+      stages_.push_back(in_pairs_ ? make_pairs(level, lanes_.processes()) : make_all_to_all(level));
   }
 
   void set_adder(Adder* adder) override {
@@ -27,7 +28,8 @@ class ShardedSum : public Transport {
   }
 
   std::unique_ptr<Transport> only_sum(c10::Device device, Cut cut) const override {
-    return make_shard_sum(lanes_, device, std::move(cut), /*own_sums=*/true, lanes_.ranks(), 1.0);
+    return make_shard_sum(lanes_, device, std::move(cut),
+                          {.own_sums = true, .ranks = lanes_.ranks(), .times = 1.0, .is_last = true});
   }
 
   // While one piece is added up, others travel: on a device over one lane too, since there another stream adds up.
@@ -53,7 +55,7 @@ class ShardedSum : public Transport {
     const auto level = level_of(round);
     if (round < levels_.size()) {
       if (const auto part = part_of(piece.wire, level); part.defined()) {
-        stages_[level]->start_sum(round, lane, piece, rows(part, levels_[level].shards));
+        stages_[level]->start_sum(round, lane, piece, rows(part, levels_[level].shards), sum(level, piece));
       }
     } else if (const auto part = part_of(sum_of(piece), level); part.defined()) {
       stages_[level]->start_spread(round, lane, piece, rows(part, levels_[level].shards));
@@ -62,9 +64,7 @@ class ShardedSum : public Transport {
 
   void add_up(size_t round, Piece& piece) const override {
     if (round >= levels_.size() || !levels_[round].owns_a_shard()) return;
-    const auto part = part_of(piece.wire, round);
-    const auto target = rows(part_of(sum_of(piece), round), levels_[round].shards)[levels_[round].place];
-    stages_[round]->add_up(piece, rows(part, levels_[round].shards), target, adder_);
+    stages_[round]->add_up(piece, rows(part_of(piece.wire, round), levels_[round].shards), sum(round, piece));
   }
 
  private:
@@ -73,6 +73,12 @@ class ShardedSum : public Transport {
 
   // What was sent from the first level to the last comes back from the last to the first.
   size_t level_of(size_t round) const { return std::min(round, rounds() - 1 - round); }
+
+  Sum sum(size_t level, const Piece& piece) const {
+    if (!levels_[level].owns_a_shard()) return {{}, adder_, false};
+    const auto target = rows(part_of(sum_of(piece), level), levels_[level].shards)[levels_[level].place];
+    return {target, adder_, /*is_last=*/false};
+  }
 
   const at::Tensor& sum_of(const Piece& piece) const { return adder_ != nullptr ? piece.sum : piece.wire; }
 

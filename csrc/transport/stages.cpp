@@ -3,6 +3,8 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
+#include "transport/pairs.h"
+#include "transport/reads.h"
 #include "transport/sum_shards.h"
 
 // torch 2.11 knows the collectives by these names only.
@@ -10,15 +12,6 @@
 
 namespace fastddp {
 namespace {
-
-// `parts[place]` may be `target`.
-void add_parts(const std::vector<at::Tensor>& parts, size_t place, const at::Tensor& target) {
-  if (c10::elementSize(target.scalar_type()) == 2) return sum_shards(parts, target);
-  if (!target.is_same(parts[place])) target.copy_(parts[place]);
-  for (size_t other = 0; other < parts.size(); ++other) {
-    if (other != place) target.add_(parts[other]);
-  }
-}
 
 // In the order of ranks.
 bool are_equal_parts(const at::Tensor& wire, const Shards& shards) {
@@ -47,73 +40,31 @@ class Pairs : public Stages {
  public:
   using Stages::Stages;
 
-  void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
-    Messages messages{lane, piece, tag(round, piece), piece.sent};
+  void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards,
+                 const Sum&) const override {
+    Messages messages{lane, piece, round};
     if (owns_a_shard()) {
       const auto rows = rows_of(piece, room_for(piece, shards, level_, level_.ranks.size() - 1), shards);
-      for_others(level_.ranks.size(), [&](size_t other) { messages.receive(rows[other], level_.ranks[other]); });
+      for_others(level_, level_.ranks.size(),
+                 [&](size_t other) { messages.receive(rows[other], level_.ranks[other]); });
     }
-    for_others(shards.size(), [&](size_t owner) { messages.send(shards[owner], level_.ranks[owner]); });
+    for_others(level_, shards.size(), [&](size_t owner) { messages.send(shards[owner], level_.ranks[owner]); });
   }
 
-  void add_up(const Piece& piece, const Shards& shards, const at::Tensor& target, Adder* adder) const override {
-    if (!owns_a_shard() || target.numel() == 0) return;
-    const auto& own = shards[level_.place];
-    const auto parts = rows_of(piece, piece.room, shards);
-    if (adder == nullptr) return add_parts(parts, level_.place, target);
-    adder->add(piece.bucket, own.storage_offset(), parts, target);  // a wire has a storage of its own
+  void add_up(const Piece& piece, const Shards& shards, const Sum& sum) const override {
+    if (!owns_a_shard() || sum.target.numel() == 0) return;
+    sum_parts(level_, piece.bucket, rows_of(piece, piece.room, shards), sum.target, sum.adder);
   }
 
   void start_spread(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
-    Messages messages{lane, piece, tag(round, piece), piece.sent};
-    for_others(shards.size(), [&](size_t owner) { messages.receive(shards[owner], level_.ranks[owner]); });
+    Messages messages{lane, piece, round};
+    for_others(level_, shards.size(), [&](size_t owner) { messages.receive(shards[owner], level_.ranks[owner]); });
     if (!owns_a_shard()) return;
-    for_others(level_.ranks.size(), [&](size_t other) { messages.send(shards[level_.place], level_.ranks[other]); });
+    const auto& own = shards[level_.place];
+    for_others(level_, level_.ranks.size(), [&](size_t other) { messages.send(own, level_.ranks[other]); });
   }
 
  private:
-  struct Messages {
-    c10d::ProcessGroup& group;
-    Piece& piece;
-    int tag;
-    size_t left_out;  // how many are to be
-
-    void receive(const at::Tensor& part, int rank) {
-      add(part, [&](auto& bytes) { return group.recv(bytes, rank, tag); });
-    }
-
-    void send(const at::Tensor& part, int rank) {
-      add(part, [&](auto& bytes) { return group.send(bytes, rank, tag); });
-    }
-
-   private:
-    template <typename Start>
-    void add(const at::Tensor& part, const Start& start) {
-      if (part.numel() == 0) return;
-      if (left_out > 0) {
-        --left_out;
-        return;
-      }
-      std::vector<at::Tensor> bytes{part.view(at::kByte)};
-      piece.works.push_back(start(bytes));
-    }
-  };
-
-  static int tag(size_t round, const Piece& piece) {
-    // Far from the small numbers that users give messages of their own.
-    constexpr uint32_t first_tag = 0x46440000;
-    return static_cast<int>(first_tag + kMostRounds * piece.tag + static_cast<uint32_t>(round));
-  }
-
-  // The first `count` ranks but this one. Each rank begins with the next one, or all would begin with the same.
-  template <typename Function>
-  void for_others(size_t count, const Function& function) const {
-    for (size_t step = 1; step < level_.ranks.size(); ++step) {
-      const auto place = (level_.place + step) % level_.ranks.size();
-      if (place < count) function(place);
-    }
-  }
-
   // What each rank sends; this rank's is where it was packed. If the room is that of the sum, its row there stays free.
   std::vector<at::Tensor> rows_of(const Piece& piece, const at::Tensor& room, const Shards& shards) const {
     const auto& own = shards[level_.place];
@@ -132,7 +83,7 @@ class AllToAll : public Stages {
  public:
   using Stages::Stages;
 
-  void start_sum(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
+  void start_sum(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards, const Sum&) const override {
     if (piece.sent > 0) return;
     const bool is_even = are_equal_parts(piece.wire, shards);
     const auto room = room_for(piece, shards, level_, level_.ranks.size(), is_even ? 0 : piece.wire.numel());
@@ -148,12 +99,12 @@ class AllToAll : public Stages {
     piece.works.push_back(lane.alltoall_base(output, all, received, sent));
   }
 
-  void add_up(const Piece& piece, const Shards& shards, const at::Tensor& target, Adder* adder) const override {
+  void add_up(const Piece& piece, const Shards& shards, const Sum& sum) const override {
     const auto& own = shards[level_.place];
     if (own.numel() == 0) return;
     const auto rows = rows_in(piece.room, own).view({static_cast<int64_t>(level_.ranks.size()), -1});
-    if (adder == nullptr) return sum_shards(rows, target);
-    adder->add(piece.bucket, own.storage_offset(), rows.unbind(), target);
+    if (sum.adder == nullptr) return sum_shards(rows, sum.target);
+    sum.adder->add(piece.bucket, own.storage_offset(), rows.unbind(), sum.target);
   }
 
   void start_spread(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
@@ -179,7 +130,7 @@ class Collectives : public Stages {
  public:
   using Stages::Stages;
 
-  void start_sum(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
+  void start_sum(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards, const Sum&) const override {
     const auto reduce_scatter = [&](at::Tensor& own, at::Tensor& all) { return lane._reduce_scatter_base(own, all); };
     start(piece, shards, reduce_scatter, [&](std::vector<at::Tensor>& shard, int owner) {
       c10d::ReduceOptions options;
@@ -188,7 +139,7 @@ class Collectives : public Stages {
     });
   }
 
-  void add_up(const Piece&, const Shards&, const at::Tensor&, Adder*) const override {}
+  void add_up(const Piece&, const Shards&, const Sum&) const override {}
 
   void start_spread(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
     const auto all_gather = [&](at::Tensor& own, at::Tensor& all) { return lane._allgather_base(all, own); };
@@ -223,7 +174,8 @@ class Collectives : public Stages {
 
 }  // namespace
 
-std::unique_ptr<Stages> make_pairs(Level level) {
+std::unique_ptr<Stages> make_pairs(Level level, const Processes& processes) {
+  if (can_read(level, processes)) return make_reads(std::move(level), processes);
   return std::make_unique<Pairs>(std::move(level));
 }
 
@@ -239,9 +191,9 @@ bool goes_in_pairs(c10d::ProcessGroup& group, c10::Device device) {
   return device.is_cpu() && group.getBackend(device.type())->getBackendName() == "gloo";
 }
 
-std::unique_ptr<Stages> make_stages(c10d::ProcessGroup& group, c10::Device device, bool own_sums) {
-  const auto level = all_ranks(static_cast<size_t>(group.getSize()), group.getRank());
-  if (goes_in_pairs(group, device)) return make_pairs(level);
+std::unique_ptr<Stages> make_stages(const Lanes& lanes, c10::Device device, bool own_sums) {
+  const auto level = all_ranks(static_cast<size_t>(lanes.ranks()), lanes.first()->getRank());
+  if (goes_in_pairs(*lanes.first(), device)) return make_pairs(level, lanes.processes());
   return own_sums ? make_all_to_all(level) : make_collectives(level);
 }
 

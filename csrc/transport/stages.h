@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "codec/adder.h"
+#include "transport/lanes.h"
 #include "transport/levels.h"
 #include "transport/works.h"
 
@@ -31,6 +32,13 @@ struct Piece {
 // Rounds may overlap in a group: a tag tells those of a piece apart.
 constexpr uint32_t kMostRounds = 4;
 
+// Where the sum of this rank's shard goes, and what adds it up.
+struct Sum {
+  at::Tensor target;  // may be this rank's own shard
+  Adder* adder;       // null: numbers of the shard's dtype
+  bool is_last;       // the same ranks do not spread what comes of it
+};
+
 // Two stages over the ranks of a level: start_sum() and then add_up(), a reduce-scatter; start_spread(), an all-gather. All
 // ranks of the level start the same, whatever is in the wire. They append to `piece.works` what they start, one by one, and
 // leave out the first `piece.sent`.
@@ -42,9 +50,10 @@ class Stages {
   // The shard is this rank's to add up.
   bool owns_a_shard() const { return level_.owns_a_shard(); }
 
-  virtual void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const = 0;
-  // The current stream has waited for start_sum(). The sum goes to `target`, which may be this rank's own shard.
-  virtual void add_up(const Piece& piece, const Shards& shards, const at::Tensor& target, Adder* adder) const = 0;
+  virtual void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards,
+                         const Sum& sum) const = 0;
+  // The current stream has waited for start_sum().
+  virtual void add_up(const Piece& piece, const Shards& shards, const Sum& sum) const = 0;
   virtual void start_spread(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const = 0;
 
  protected:
@@ -56,7 +65,8 @@ class Stages {
 // that is a little late then says so after its own data, and the two directions of the connection take turns. Messages between
 // pairs of ranks, receives started first, use both directions at once and copy nothing. They take host memory only, and do not
 // check what they are given. Gloo's collectives take memory of a GPU through the host.
-std::unique_ptr<Stages> make_pairs(Level level);
+// Where all ranks of the level may read each other's memory, they do that in place of messages: note [Reads], reads.h.
+std::unique_ptr<Stages> make_pairs(Level level, const Processes& processes);
 
 // One all-to-all, and sums of our own: in fp32 for 16 bits, or the adder's. Shards that are no equal parts of the wire, in the order
 // of ranks, are copied first.
@@ -68,7 +78,7 @@ std::unique_ptr<Stages> make_collectives(Level level);
 // Whether messages between pairs of ranks are for tensors on this device.
 bool goes_in_pairs(c10d::ProcessGroup& group, c10::Device device);
 
-// The stages that fit the group and the device, over all ranks of the group. `own_sums`: ranks add up themselves.
-std::unique_ptr<Stages> make_stages(c10d::ProcessGroup& group, c10::Device device, bool own_sums);
+// The stages that fit the lanes and the device, over all ranks. `own_sums`: ranks add up themselves.
+std::unique_ptr<Stages> make_stages(const Lanes& lanes, c10::Device device, bool own_sums);
 
 }  // namespace fastddp

@@ -101,9 +101,13 @@ std::unique_ptr<Transport> make_sharded_sum(Lanes lanes, const Nodes& nodes, c10
 // each owner the sum of its run over the ranks of the group, in the wire's dtype (our own sum adds 16 bits up in fp32).
 // `make_shard_spread` sends what the owner has made of it to the others. In two levels the group is a node.
 
-// `own_sums`: ranks add up themselves, as in a sharded sum. The average is over `ranks`, of all nodes, and multiplied by `times`.
-std::unique_ptr<Transport> make_shard_sum(Lanes lanes, c10::Device device, Cut cut, bool own_sums, int64_t ranks,
-                                          double times);
+struct SumOfRuns {
+  bool own_sums;  // ranks add up themselves, as in a sharded sum
+  int64_t ranks;  // of all nodes: the average is over these, and multiplied by `times`
+  double times;
+  bool is_last;  // no spread follows
+};
+std::unique_ptr<Transport> make_shard_sum(Lanes lanes, c10::Device device, Cut cut, SumOfRuns how);
 std::unique_ptr<Transport> make_shard_spread(Lanes lanes, c10::Device device, Cut cut);
 
 }  // namespace fastddp

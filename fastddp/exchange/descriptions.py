@@ -19,7 +19,7 @@ from fastddp.exchange.groups import zero_cta_twin
 from fastddp.exchange.hierarchy import Hierarchy
 from fastddp.exchange.lanes import lanes_for
 from fastddp.exchange.launching import load_kernels, load_sum_kernels
-from fastddp.exchange.placement import nodes_of
+from fastddp.exchange.placement import nodes_of, processes_of
 
 Spans: TypeAlias = dict[int, tuple[int, int]]
 """Spans by number of the parameter: first element and end, in the order of the parameter's memory."""
@@ -78,12 +78,15 @@ class Setting:
         """The group over which wires go, with the ranks of ``group``. A collective if :attr:`zero_cta` is set."""
         return zero_cta_twin(group, self.device) if self.zero_cta else group
 
-    def lanes_over(self, group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
-        """Groups of the ranks of ``group`` to deal buckets over. A collective if it may return a new group."""
+    def lanes_over(self, group: dist.ProcessGroup, *, with_reads: bool = True) -> _C.Lanes:
+        """Groups of the ranks of ``group`` to deal buckets over. A collective: all its ranks call it together.
+
+        With ``with_reads`` ranks may read each other's memory (Note [Reads], ``csrc/transport/reads.h``).
+        """
         group = self.carrier_of(group)
-        if not self.several_lanes or self.zero_cta:
-            return [group]
-        return lanes_for(group, self.device, measured=self.lanes_were_measured)
+        several = self.several_lanes and not self.zero_cta
+        groups = lanes_for(group, self.device, measured=self.lanes_were_measured) if several else [group]
+        return _C.Lanes(groups, processes_of(group, self.device) if with_reads else ())
 
     @functools.cached_property
     def bucket_ends(self) -> tuple[tuple[str, str, int], ...]:

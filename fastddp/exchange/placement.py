@@ -1,15 +1,18 @@
-"""Which ranks of a process group share a machine."""
+"""Which ranks of a process group share a machine, and may read each other's memory."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import platform
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from fastddp import _C
+from fastddp.exchange.backends import backend_of
 from fastddp.exchange.groups import once_a_group
 
 
@@ -24,11 +27,44 @@ def nodes_of(process_group: dist.ProcessGroup) -> tuple[int, ...]:
     ranks = process_group.size()
     if ranks <= 2:  # machines make no difference to so few ranks
         return tuple(range(ranks))
-    mine = torch.tensor([machine_of_this_rank()], device="cpu")
-    machines = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(machines, mine, group=process_group)
+    machines = _of_all(torch.tensor([machine_of_this_rank()], device="cpu"), process_group)
     numbers: dict[int, int] = {}
     return tuple(numbers.setdefault(int(machine), len(numbers)) for machine in machines)
+
+
+def processes_of(process_group: dist.ProcessGroup, device: torch.device) -> tuple[int, ...]:
+    """The process of each rank whose memory this rank may read, else 0 (Note [Reads], ``csrc/transport/reads.h``).
+
+    A collective: all ranks of ``process_group`` call it together. Ranks of one machine may all read each other, or
+    none may. Nobody reads memory of a GPU, nor over another backend than gloo, whose messages they replace.
+    """
+    if device.type != "cpu" or backend_of(process_group, device) != dist.Backend.GLOO or process_group.size() == 1:
+        return ()
+    return _processes(process_group)
+
+
+@once_a_group
+def _processes(process_group: dist.ProcessGroup) -> tuple[int, ...]:
+    sample = os.urandom(8)  # of this process alone: its number may mean another process where another rank looks
+    memory = torch.frombuffer(bytearray(sample), dtype=torch.uint8)
+    number = int.from_bytes(sample, signed=True)
+    row = torch.tensor([machine_of_this_rank(), os.getpid(), memory.data_ptr(), number], device="cpu")
+    ranks = [each.tolist() for each in _of_all(row, process_group)]
+    reads_all = all(
+        _C.has_bytes(process, address, number.to_bytes(8, signed=True))
+        for machine, process, address, number in ranks
+        if machine == row[0]
+    )
+    answers = _of_all(torch.tensor([int(reads_all)], device="cpu"), process_group)
+    is_here = [rank[0] == row[0] for rank in ranks]
+    may_read = all(answer for answer, here in zip(answers, is_here, strict=True) if here)
+    return tuple(rank[1] if here and may_read else 0 for rank, here in zip(ranks, is_here, strict=True))
+
+
+def _of_all(mine: torch.Tensor, process_group: dist.ProcessGroup) -> list[torch.Tensor]:
+    everywhere = [torch.empty_like(mine) for _ in range(process_group.size())]
+    dist.all_gather(everywhere, mine, group=process_group)
+    return everywhere
 
 
 def machine_of_this_rank() -> int:

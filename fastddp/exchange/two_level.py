@@ -17,6 +17,7 @@ from fastddp import _C
 from fastddp.errors import see
 from fastddp.exchange.descriptions import Exchange, Pipelined, Setting, is_pipelined
 from fastddp.exchange.hierarchy import Hierarchy
+from fastddp.exchange.placement import processes_of
 
 
 def for_shards(setting: Setting, *, whole: bool) -> Setting:
@@ -89,7 +90,7 @@ class TwoLevel:
             outer,
             shards,
             all=group,
-            node=self.hierarchy.node,
+            node=_C.Lanes([self.hierarchy.node], processes_of(self.hierarchy.node, setting.device)),
             remembers=self.exchange.remembers,
             spreads=setting.sharding is None,
         )

@@ -71,8 +71,8 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
                 f"parameter_wire must be torch.float16 or torch.bfloat16, got {parameter_wire}." + see("FD024")
             )
         make = functools.partial(optimizer_class, **settings)
-        self.parts = Parts(model, make, whole=shard == "parameters", wire=parameter_wire)
-        self._waits_in_step = gather == "step"
+        in_step = gather == "step"
+        self.parts = Parts(model, make, whole=shard == "parameters", wire=parameter_wire, waits_in_step=in_step)
         given = list(model.parameters() if params is None else params)
         if given and isinstance(given[0], Tensor):
             given = [parameter for parameter in given if parameter.requires_grad]
@@ -149,7 +149,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             for number in reversed(range(len(shards.buckets))):  # in forward's order
                 parts.step(number)
                 shards.start_gather(number)
-        if self._waits_in_step:
+        if parts.waits_in_step:
             shards.wait()
         else:
             shards.wait_where_read(parts.model.module)

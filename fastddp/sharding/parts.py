@@ -30,6 +30,7 @@ class Parts:
         make: an optimizer of parameter groups.
         whole: each rank has whole parameters.
         wire: fp32 parameters travel in this dtype; None: as they are.
+        waits_in_step: parameters are here when a step ends.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class Parts:
         *,
         whole: bool,
         wire: torch.dtype | None,
+        waits_in_step: bool,
     ) -> None:
         self._of_model = weakref.ref(model)
-        self._make, self.whole, self._wire = make, whole, wire
+        self._make, self.whole, self._wire, self.waits_in_step = make, whole, wire, waits_in_step
         self.parameters = model.engine.now.parameters
         """The model's."""
         self.groups: list[Group] = []
@@ -114,7 +116,9 @@ class Parts:
         before, inner_before = self._shards, self.inner
         if before is not None:
             before.begin_step()  # copies in fp32 follow what others have written
-        self._shards = shards = Shards(self.now, whole=self.whole, wire=self._wire)
+        self._shards = shards = Shards(
+            self.now, whole=self.whole, wire=self._wire, waits_in_step=self.waits_in_step
+        )
         self.inner = [self._inner_of(bucket) for bucket in shards.buckets]
         if before is not None:
             before.release()

@@ -68,9 +68,10 @@ class Shards:
         now: what is in force; its setting has the plan.
         whole: each rank has whole parameters, not an equal part of each bucket.
         wire: fp32 parameters travel in this dtype; None: as they are.
+        waits_in_step: all ranks wait for parameters in ``step()``, and no rank later than others.
     """
 
-    def __init__(self, now: InForce, *, whole: bool, wire: torch.dtype | None) -> None:
+    def __init__(self, now: InForce, *, whole: bool, wire: torch.dtype | None, waits_in_step: bool) -> None:
         setting = now.setting
         self.group = group = setting.sharding_group
         self.plan: Buckets = setting.plan
@@ -91,7 +92,8 @@ class Shards:
         self._make_notices(now)
         weakref.finalize(self, _forget, self._parameters, self.notices).atexit = False
         self._memory = [parameter.data_ptr() for parameter in self._parameters]
-        self._gather = _C.Gather(setting.lanes_over(group), self.sharding, len(self.plan), now.reducer.interruption)
+        lanes = setting.lanes_over(group, with_reads=waits_in_step)
+        self._gather = _C.Gather(lanes, self.sharding, len(self.plan), now.reducer.interruption)
         self._numbers = {
             id(self._parameters[index]): number for number, bucket in enumerate(self.plan) for index in bucket
         }

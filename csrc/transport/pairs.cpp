@@ -1,0 +1,24 @@
+#include "transport/pairs.h"
+
+#include "transport/sum_shards.h"
+
+namespace fastddp {
+
+int Messages::tag(size_t round, const Piece& piece) {
+  // Far from the small numbers that users give messages of their own.
+  constexpr uint32_t first_tag = 0x46440000;
+  return static_cast<int>(first_tag + 2 * kMostRounds * piece.tag + static_cast<uint32_t>(round));
+}
+
+void sum_parts(const Level& level, size_t bucket, const std::vector<at::Tensor>& parts, const at::Tensor& target,
+               Adder* adder) {
+  const auto& own = parts[level.place];
+  if (adder != nullptr) return adder->add(bucket, own.storage_offset(), parts, target);  // a wire has its own storage
+  if (c10::elementSize(target.scalar_type()) == 2) return sum_shards(parts, target);
+  if (!target.is_same(own)) target.copy_(own);
+  for (size_t other = 0; other < parts.size(); ++other) {
+    if (other != level.place) target.add_(parts[other]);
+  }
+}
+
+}  // namespace fastddp

@@ -1,0 +1,62 @@
+// Messages between pairs of ranks, and the sum of what they bring.
+#pragma once
+
+#include <vector>
+
+#include "transport/stages.h"
+
+namespace fastddp {
+
+// Those of one piece in one round, as Stages starts them. Their memory has to live until they are waited for.
+class Messages {
+ public:
+  Messages(c10d::ProcessGroup& group, Piece& piece, size_t round)
+      : group_(group), piece_(piece), tag_(tag(round, piece)), left_out_(piece.sent) {}
+
+  int tag() const { return tag_; }
+
+  // `more` is added to the tag.
+  void receive(const at::Tensor& part, int rank, int more = 0) {
+    std::vector<at::Tensor> bytes{part.view(at::kByte)};
+    if (part.numel() > 0) add([&] { return group_.recv(bytes, rank, tag_ + more); });
+  }
+
+  void send(const at::Tensor& part, int rank, int more = 0) {
+    std::vector<at::Tensor> bytes{part.view(at::kByte)};
+    if (part.numel() > 0) add([&] { return group_.send(bytes, rank, tag_ + more); });
+  }
+
+  // Any other work, in its place among messages.
+  template <typename Start>
+  void add(const Start& start) {
+    if (left_out_ == 0) {
+      piece_.works.push_back(start());
+    } else {
+      --left_out_;
+    }
+  }
+
+ private:
+  static int tag(size_t round, const Piece& piece);
+
+  c10d::ProcessGroup& group_;
+  Piece& piece_;
+  const int tag_;
+  size_t left_out_;  // how many are to be
+};
+
+// The first `count` ranks of the level but this one. Each rank begins with the next one, or all would begin with the same.
+template <typename Function>
+void for_others(const Level& level, size_t count, const Function& function) {
+  for (size_t step = 1; step < level.ranks.size(); ++step) {
+    const auto place = (level.place + step) % level.ranks.size();
+    if (place < count) function(place);
+  }
+}
+
+// target = the sum of `parts`, what each rank of the level has of this rank's shard, or of a part of the shard. `target` may be this
+// rank's own.
+void sum_parts(const Level& level, size_t bucket, const std::vector<at::Tensor>& parts, const at::Tensor& target,
+               Adder* adder);
+
+}  // namespace fastddp
