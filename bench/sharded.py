@@ -1,9 +1,10 @@
 """Times and weighs whole training steps with sharded optimizers, beside others: `python -m bench.sharded --help`.
 
 A step is forward, backward, exchange, optimizer and `zero_grad` of a GPT, by default of 47 M parameters. All
-contestants take a step a round, in an order that changes from round to round, and a step counts as long as on its
-slowest rank. Ratios are to the first contestant that is named. At the end all ranks must have the same parameters, and
-the loss may differ from the first contestant's by as much as rounding explains: else a row says WRONG.
+contestants take `--in-a-row` steps a round, in an order that changes from round to round, and a step counts as long as
+on its slowest rank. The time of the last one in a row ends when all its parameters are there. Ratios are to the first
+contestant that is named. At the end all ranks must have the same parameters, and the loss may differ from the first
+contestant's by as much as rounding explains: else a row says WRONG.
 
 `--memory` weighs instead, with processes for each contestant. `peak_mib` says how far their resident set grew from
 before the model was built, in several steps. `held` and the peaks are bytes a parameter in tensors, as torch's
@@ -105,8 +106,8 @@ def _zero(model: nn.Module) -> Any:
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **_ADAMW)
 
 
-def _sharded(model: Any, wire: torch.dtype | None = None) -> Any:
-    return fastddp.ShardedOptimizer(model, torch.optim.AdamW, parameter_wire=wire, **_ADAMW)
+def _sharded(model: Any, **options: Any) -> Any:
+    return fastddp.ShardedOptimizer(model, torch.optim.AdamW, **options, **_ADAMW)
 
 
 def _fastddp(model: nn.Module, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
@@ -141,7 +142,9 @@ CONTESTANTS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Modu
     "sharded-lazy": (partial(_fastddp, **_LAZY), _sharded),
     "fsdp2": (_fsdp2, _adamw),
     "fastddp-int8": (_int8, _adamw),
-    "sharded-int8": (_int8, partial(_sharded, wire=torch.bfloat16)),
+    "sharded-int8": (_int8, partial(_sharded, parameter_wire=torch.bfloat16)),
+    "sharded-int8-forward": (_int8, partial(_sharded, parameter_wire=torch.bfloat16, gather="forward")),
+    "sharded-forward": (_fastddp, partial(_sharded, gather="forward")),
     "fastddp-bf16": (partial(_fastddp, **_BF16), OnCopies),
     "sharded-bf16": (partial(_fastddp, **_BF16, **_LAZY), _sharded),
     "fsdp2-bf16": (_FSDP2_BF16, _adamw),
@@ -164,11 +167,19 @@ class Training:
         model = wrap(Gpt(options.layers, options.width, 8, _CONTEXT))
         return cls(model, make_optimizer(model))
 
+    def steps(self, numbers: range) -> list[float]:
+        """The last loss, and the milliseconds of each part of one of these steps in a row."""
+        dist.barrier()
+        steps = torch.tensor([self.step(number) for number in numbers], dtype=torch.float64)
+        begin = time.perf_counter()
+        getattr(self.optimizer, "parameters_ready", lambda: None)()
+        steps[-1, 1 + _PARTS.index("optimizer")] += 1e3 * (time.perf_counter() - begin)
+        return [float(steps[-1, 0]), *steps[:, 1:].mean(0).tolist()]
+
     def step(self, number: int, clears: bool = True) -> list[float]:
         """The loss, and the milliseconds of each part."""
         generator = torch.Generator().manual_seed(1_000_003 * dist.get_rank() + number)
         tokens = torch.randint(Gpt.VOCABULARY, (_SAMPLES, _CONTEXT + 1), generator=generator)
-        dist.barrier()
         moments = [time.perf_counter()]
         loss = self.model(tokens)
         for part in (loss.backward, self.optimizer.step, self.optimizer.zero_grad if clears else lambda: None):
@@ -200,7 +211,8 @@ def measure(names: list[str], options: argparse.Namespace) -> list[harness.Row]:
     results = torch.zeros(len(trainings), len(rounds), 1 + len(_PARTS), dtype=torch.float64)
     with harness.progress(MODULE, len(rounds), show=dist.get_rank() == 0) as advance:
         for place, number, index in harness.turns(len(trainings), rounds, advance):
-            results[index, place] = torch.tensor(trainings[index].step(number))
+            numbers = range(options.in_a_row * number, options.in_a_row * (number + 1))
+            results[index, place] = torch.tensor(trainings[index].steps(numbers))
     agree = [training.ranks_agree() for training in trainings]
     losses, parts = results[:, -1, 0].contiguous(), results[:, options.warmup :, 1:].contiguous()
     times = parts.sum(-1)
@@ -214,6 +226,7 @@ def measure(names: list[str], options: argparse.Namespace) -> list[harness.Row]:
         is_close = off <= (0.05 if re.search("int8|bf16", name) else 1e-3)
         row = {
             "rounds": options.rounds,
+            "in_a_row": options.in_a_row,
             **harness.Percentiles.of(samples).columns("ms"),
             "reference": names[0],
             "ratio": harness.Percentiles.of(samples).median / harness.Percentiles.of(first).median,
@@ -288,6 +301,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--contestant", "--contestants", nargs="+", choices=[*CONTESTANTS], help="the first is the reference of ratios")
     add("--rate", nargs="+", default=[network.LOOPBACK], help="of a cable between two ranks (default: no cable)")
+    add("--in-a-row", type=int, default=1, help="steps of a contestant before the next one's (default: %(default)s)")
     add("--memory", action="store_true", help="weigh instead of timing")
     add("--layers", type=int, default=15, help="default: %(default)s")
     add("--width", type=int, default=512, help="a multiple of 8 (default: %(default)s)")

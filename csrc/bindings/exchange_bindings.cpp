@@ -100,6 +100,7 @@ void bind_exchanges(py::module_& m) {
       .def(py::init<Groups>(), py::arg("groups"))
       .def(py::init<Groups, Processes>(), py::arg("groups"), py::arg("processes"));
   py::implicitly_convertible<Groups, Lanes>();
+  m.def("let_siblings_read", &let_siblings_read, "Of this process's parent; csrc/transport/reads.h.");
   m.def("has_bytes", &has_bytes, "Whether a process has these bytes; csrc/transport/reads.h.", py::arg("process"),
         py::arg("address"), py::arg("bytes"), no_gil);
 

@@ -32,8 +32,8 @@ void Gather::start(size_t bucket, const at::Tensor& memory) {
 void Gather::wait(size_t bucket) {
   auto& piece = pieces_[bucket];
   const Interruption::Scope interruptible(*interruption_, device_);
-  const auto works = std::exchange(piece.works, {});
-  wait_for(works);
+  wait_for(std::exchange(piece.works, {}));
+  wait_for(std::exchange(piece.thanks, {}));
   piece.wire.reset();
   piece.shards.clear();
 }

@@ -15,15 +15,14 @@ class Messages {
 
   int tag() const { return tag_; }
 
-  // `more` is added to the tag.
-  void receive(const at::Tensor& part, int rank, int more = 0) {
+  void receive(const at::Tensor& part, int rank) {
     std::vector<at::Tensor> bytes{part.view(at::kByte)};
-    if (part.numel() > 0) add([&] { return group_.recv(bytes, rank, tag_ + more); });
+    if (part.numel() > 0) add([&] { return group_.recv(bytes, rank, tag_); });
   }
 
-  void send(const at::Tensor& part, int rank, int more = 0) {
+  void send(const at::Tensor& part, int rank) {
     std::vector<at::Tensor> bytes{part.view(at::kByte)};
-    if (part.numel() > 0) add([&] { return group_.send(bytes, rank, tag_ + more); });
+    if (part.numel() > 0) add([&] { return group_.send(bytes, rank, tag_); });
   }
 
   // Any other work, in its place among messages.

@@ -4,7 +4,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <sys/prctl.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -176,7 +178,10 @@ class Reads : public Stages {
           [&] { return c10::make_intrusive<Reading>(meeting.lane, thanks, remotes, letters, std::move(read)); });
     }
     if (!thanks) return;
-    for (const auto& [to, shard] : meeting.lent) messages.receive(at::zeros({1}, at::kByte), level_.ranks[to], kThanks);
+    for (const auto& [to, shard] : meeting.lent) {
+      std::vector<at::Tensor> byte{at::zeros({1}, at::kByte)};
+      meeting.piece.thanks.push_back(meeting.lane.recv(byte, level_.ranks[to], *thanks));
+    }
   }
 
   std::vector<size_t> others(size_t count) const {
@@ -210,6 +215,10 @@ class Reads : public Stages {
 };
 
 }  // namespace
+
+void let_siblings_read() {
+  prctl(PR_SET_PTRACER, getppid(), 0, 0, 0);  // fails without Yama, where it is not needed
+}
 
 bool has_bytes(int process, uint64_t address, const std::string& bytes) {
   std::string found(bytes.size(), '\0');

@@ -12,11 +12,16 @@ namespace fastddp {
 // Between processes of one machine, a message over gloo is copied into the kernel and out of it again, through TCP. Linux also lets a
 // process read another one's memory, with one copy (process_vm_readv(2), as MPI does). So a rank sends a *letter*, which says
 // where a shard is, and the receiver reads the shard when it waits for it: to its place, or a part at a time, which it adds up
-// while the part is in cache. After that it sends *thanks*, since the memory may change then. Where sums go the same way back there
-// are no thanks for the shards: the sum says that they were read.
+// while the part is in cache. After that it sends *thanks*: the memory may change now. Owners wait for thanks when they have no
+// further use of a piece, not sooner, since other ranks may first need messages of later buckets. Where the same ranks spread what
+// comes of a sum there are no thanks for its shards, because a sum that has come says that they were read.
 //
 // The thread that waits does the work, so all ranks have to wait at the same point of the program, and in the same order. That holds in
 // backward and in a step. It does not where some ranks may look at parameters and others not.
+
+// Ubuntu's kernel (Yama, ptrace_scope 1) allows reads only by processes that were named. Names those that have this one's parent, as
+// the ranks of a launcher do.
+void let_siblings_read();
 
 // Whether `process` has these bytes at `address`. False also where it may not be read.
 bool has_bytes(int process, uint64_t address, const std::string& bytes);

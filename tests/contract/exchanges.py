@@ -19,7 +19,7 @@ from fastddp import comm_hooks
 from fastddp.sharding.state import gathered
 from hooks_by_name import averages
 from models import RaisesInBackward
-from nodes import nodes_of_two
+from nodes import by_messages, nodes_of_two
 from ranks import RankPool
 
 
@@ -58,7 +58,8 @@ CODECS = {
     ),
     "Python": Codec(1e-6, averages, between_nodes=False, sharded=False),
 }
-TRANSPORTS = {"gloo": "cpu", "streams": fake_cuda.DEVICE, "blocking": fake_cuda.DEVICE}
+TRANSPORTS = {"gloo": "cpu", "messages": "cpu", "streams": fake_cuda.DEVICE, "blocking": fake_cuda.DEVICE}
+SUMMED_IN_PAIRS = ("fp16", "bf16", "int8", "e4m3", "e5m2")
 LEVELS = ("one level", "two levels", "sharded", "sharded by parameters", "sharded over nodes")
 SHAPES = [(20, 12), (20,), (12, 20), (3, 4, 5), (20, 12), (7,)]  # backward reaches the last one first
 FAILING = 1
@@ -98,14 +99,26 @@ class Exchange:
     def is_low_rank(self) -> bool:
         return "PowerSGD" in self.codec
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether ranks read each other's memory, or send each other messages where they may not."""
+        return self.device == "cpu" and (self.levels != "one level" or self.codec in SUMMED_IN_PAIRS)
+
     def exists(self) -> bool:
+        if self.transport == "messages" and not self.has_pairs:
+            return False
         codec = CODECS[self.codec]
         return self.levels == "one level" or (codec.sharded if self.is_sharded else codec.between_nodes)
 
     def run(self, pools: dict[str, RankPool], function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(rank, self, *args)`` on each rank."""
         backend = fake_cuda.BLOCKING if self.transport == "blocking" else None
-        return pools[self.device].run(function, self.ranks, self, *args, backend=backend)
+        return pools[self.device].run(on_rank, self.ranks, function, self, *args, backend=backend)
+
+
+def on_rank(rank: int, function: Callable[..., Any], exchange: Exchange, *args: Any) -> Any:
+    with by_messages() if exchange.transport == "messages" else contextlib.nullcontext():
+        return function(rank, exchange, *args)
 
 
 # --------------------------------------------------------------------------------------------------------------- pairs

@@ -18,7 +18,7 @@ from fastddp import comm_hooks
 from fastddp.exchange.hierarchy import find_hierarchy
 from hooks_by_name import register
 from models import MODELS, inputs
-from nodes import Traffic, on_machines
+from nodes import Traffic, by_messages, on_machines
 from on_ranks import gradients, of_ranks, on_ranks
 from ranks import RankPool
 
@@ -82,12 +82,13 @@ def test_gradients_are_those_of_one_level_whoever_shares_a_node(
 
 def sent(rank: int, hook: str) -> tuple[list[int], list[int]]:
     module = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(3)))
-    model = wrap(module, hook, bucket_cap_mb=0)
-    for _ in range(3):
-        model.zero_grad()
-        loss = model(torch.ones(1, 24)).sum()
-        with Traffic() as traffic:
-            loss.backward()
+    with by_messages():
+        model = wrap(module, hook, bucket_cap_mb=0)
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(torch.ones(1, 24)).sum()
+            with Traffic() as traffic:
+                loss.backward()
     return [size for _, size in traffic.messages], traffic.sums
 
 

@@ -25,6 +25,11 @@ def nodes_of_two(rank: int) -> AbstractContextManager[object]:
     return on_machines(rank, (0, 0, 1, 1, 2, 2, 3, 3))
 
 
+def by_messages() -> AbstractContextManager[object]:
+    """Inside, no rank finds that it may read another one's memory."""
+    return mock.patch.object(placement, "_processes", return_value=())
+
+
 class Traffic(TorchDispatchMode):
     """Bytes of messages, with the rank that each is sent to; and, besides statuses, of what allreduces add up."""
 

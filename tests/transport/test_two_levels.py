@@ -14,7 +14,7 @@ from torch import nn
 import fastddp
 from fastddp import comm_hooks
 from fastddp.exchange import placement
-from nodes import Traffic, on_machines
+from nodes import Traffic, by_messages, on_machines
 from parts import Parts, wrapped
 from ranks import RankPool
 from test_lanes import LONG
@@ -45,7 +45,7 @@ def test_ranks_ask_each_other_once_where_they_are(ranks: RankPool) -> None:
 
 
 def sent(rank: int, nodes: Nodes) -> list[tuple[int, int]]:
-    with on_machines(rank, nodes):
+    with on_machines(rank, nodes), by_messages():
         model = fastddp.DistributedDataParallel(nn.Linear(24, 24, bias=False))
         model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
         loss = model(torch.ones(1, 24)).sum()

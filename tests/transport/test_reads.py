@@ -1,0 +1,124 @@
+"""Ranks of one machine read each other's memory over gloo: who may, with which results, and who waits for whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastddp
+from fastddp import _C, comm_hooks
+from fastddp.exchange import placement
+from nodes import Traffic, by_messages, on_machines
+from on_ranks import on_ranks
+from ranks import RankPool
+
+CPU = torch.device("cpu")
+LETTER, THANKS = 8, 1  # bytes
+
+
+def asked(rank: int, machines: tuple[int, ...], blind: int | None) -> list[bool]:
+    """Which ranks this one may read; rank number ``blind`` cannot read anybody."""
+    cannot = mock.patch.object(_C, "has_bytes", return_value=False)
+    group = dist.new_group()
+    with on_machines(rank, machines), cannot if rank == blind else mock.patch.object(os, "nice"):
+        return [process != 0 for process in placement.processes_of(group, CPU)]
+
+
+@pytest.mark.parametrize(
+    ("machines", "blind", "may"),
+    [
+        ((0, 0, 0), None, [[True, True, True]] * 3),
+        ((0, 0, 1), None, [[True, True, False], [True, True, False], [False, False, True]]),
+        ((0, 0, 1), 1, [[False] * 3, [False] * 3, [False, False, True]]),
+    ],
+    ids=["one machine", "two machines", "one rank cannot"],
+)
+def test_ranks_of_a_machine_read_each_other_if_all_of_them_can(
+    ranks: RankPool, machines: tuple[int, ...], blind: int | None, may: list[list[bool]]
+) -> None:
+    assert ranks.run(asked, 3, machines, blind) == may
+
+
+def test_a_number_that_means_another_process_is_noticed() -> None:
+    memory = torch.frombuffer(bytearray(b"12345678"), dtype=torch.uint8)
+    here = os.getpid(), memory.data_ptr()
+    assert _C.has_bytes(*here, b"12345678")
+    assert not _C.has_bytes(*here, b"12345679")  # of another process
+    assert not _C.has_bytes(here[0], 8, b"12345678")  # which has nothing at this address
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not _C.has_bytes(child, here[1], b"12345678")  # or is gone
+
+
+def trained(rank: int, hook: Any, sharded: bool, options: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(70, 700), nn.ReLU(), nn.Linear(700, 300), nn.Linear(300, 3))
+    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0.5, **options)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    make = fastddp.ShardedOptimizer if sharded else lambda model, kind, **rest: kind(model.parameters(), **rest)
+    optimizer = make(model, torch.optim.AdamW, lr=0.01)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 70, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+HOOKS = {
+    "plain": None,
+    "fp16": comm_hooks.fp16_compress_hook,
+    "bf16": comm_hooks.bf16_compress_hook,
+    "int8": comm_hooks.int8_compress_hook,
+}
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.tier("slow"))])
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_what_is_read_adds_up_to_the_bits_of_messages(ranks: RankPool, count: int, hook: str, sharded: bool) -> None:
+    ranks.run(both_ways, count, HOOKS[hook], sharded, {"gradient_as_bucket_view": hook != "fp16"})
+
+
+def both_ways(rank: int, *args: Any) -> None:
+    read = trained(rank, *args)
+    with by_messages():
+        sent = trained(rank, *args)
+    assert all(torch.equal(one, other) for one, other in zip(read, sent, strict=True))
+
+
+@on_ranks(2)
+def test_a_sharded_step_sends_an_address_for_each_shard_and_thanks(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(nn.Linear(700, 700, bias=False))
+    optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    sent = []
+    for _ in range(3):
+        with Traffic() as traffic:
+            model(torch.ones(1, 700)).sum().backward()
+            optimizer.step()
+        sent.append(sorted(size for _, size in traffic.messages))
+    assert sent[-1] == [THANKS] * 2 + [LETTER] * 2  # for gradients, and for parameters
+
+
+@on_ranks(2)
+def test_a_rank_waits_for_parameters_in_forward_though_others_do_not_look_at_them(rank: int) -> None:
+    """Rank 0 saves a checkpoint between two steps."""
+    model = fastddp.DistributedDataParallel(nn.Linear(700, 700))
+    optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, gather="forward")
+    for _ in range(3):
+        model(torch.ones(1, 700)).sum().backward()
+        optimizer.step()
+        saved = model.state_dict() if rank == 0 else {}
+        dist.barrier()  # where rank 1 has been while rank 0 read parameters
+        for name, value in saved.items():
+            assert torch.equal(value, model.state_dict()[name])
