@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
 #include "bindings/bindings.h"
+#include "device/huge_pages.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/trial.h"
 #include "transport/gather.h"
@@ -143,6 +144,13 @@ void bind_exchanges(py::module_& m) {
             return runs;
           },
           py::arg("bucket"));
+
+  m.def(
+      "empty_in_huge_pages",
+      [](int64_t elements, const at::Tensor& like) {
+        return empty_in_huge_pages(elements, like.options().requires_grad(false));
+      },
+      "One-dimensional, like a tensor; csrc/device/huge_pages.h.", py::arg("elements"), py::arg("like"), no_gil);
 
   py::class_<Gather, std::shared_ptr<Gather>>(m, "Gather", "Parameters go to all ranks; csrc/transport/gather.h.")
       .def(py::init([](Lanes lanes, const std::shared_ptr<Sharding>& sharding, size_t buckets,

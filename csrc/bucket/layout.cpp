@@ -1,9 +1,9 @@
 #include "bucket/layout.h"
 
-#include <ATen/ops/empty.h>
-
 #include <numeric>
 #include <utility>
+
+#include "device/huge_pages.h"
 
 namespace fastddp {
 
@@ -70,7 +70,7 @@ at::TensorOptions Layout::wire_options() const {
 }
 
 at::Tensor Layout::empty_wire() const {
-  return at::empty({wire_length()}, wire_options());
+  return empty_in_huge_pages(wire_length(), wire_options());
 }
 
 void Layout::zero_gaps(const at::Tensor& wire) const {

@@ -1,9 +1,8 @@
 // The messages of a route: what is decided when buckets are new, and their wires.
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <utility>
 
+#include "device/huge_pages.h"
 #include "pipeline/reserve_wire.h"
 #include "pipeline/route.h"
 
@@ -149,7 +148,7 @@ void Route::need_wires(Message& message) {
   const auto zeros = [&](const Message::Format& format) {
     const auto& options = format.first;
     const auto elements = padded(message, format.second);
-    return (message.memory ? message.memory(elements, options) : at::empty({elements}, options)).zero_();
+    return (message.memory ? message.memory(elements, options) : empty_in_huge_pages(elements, options)).zero_();
   };
   for (const auto& format : message.formats) message.wires.push_back(zeros(format));
   for (const auto& format : beside(message, message.memory != nullptr)) message.sums.push_back(zeros(format));

@@ -1,7 +1,6 @@
 #include "transport/reads.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <sys/prctl.h>
@@ -16,14 +15,15 @@
 #include <optional>
 #include <utility>
 
+#include "device/huge_pages.h"
 #include "device/see.h"
 #include "transport/pairs.h"
 
 namespace fastddp {
 namespace {
 
-constexpr int64_t kPartBytes = 256 << 10;  // what stays in cache until it is added up
-constexpr int kThanks = kMostRounds;       // is added to the tag of letters
+constexpr int64_t kPartBytes = 1 << 20;  // what a thread reads at a time. It stays in cache until it is added up
+constexpr int kThanks = kMostRounds;     // is added to the tag of letters
 
 ssize_t try_to_read(int process, uint64_t address, void* target, size_t bytes) {
   const iovec here{target, bytes}, there{reinterpret_cast<void*>(address), bytes};
@@ -192,19 +192,36 @@ class Reads : public Stages {
 
   // Ranks are added in the order of Pairs.
   void add_up(size_t bucket, const std::vector<Remote>& remotes, const at::Tensor& own, const Sum& sum) const {
-    const auto unit = sum.adder != nullptr ? sum.adder->unit() : 1;
-    const auto part = std::max<int64_t>(1, kPartBytes / (own.element_size() * unit)) * unit;
+    const auto unit = sum.adder != nullptr ? sum.adder->unit() : 1, size = static_cast<int64_t>(own.element_size());
+    const auto others = static_cast<int64_t>(remotes.size());
+    const auto part = std::max<int64_t>(1, kPartBytes / (size * unit * others)) * unit;
+    const auto bytes = part * size;
+    const auto copies = copies_of_threads(bytes * others);
     for_parts(own.numel(), part, [&](int64_t begin, int64_t count) {
       std::vector<at::Tensor> parts(level_.ranks.size());
       parts[level_.place] = own.narrow(0, begin, count);
+      auto copy = copies.select(0, at::get_thread_num());
       for (const auto& remote : remotes) {
-        auto& copy = parts[place_of(remote)];
-        copy = at::empty({count}, own.options());
-        remote.read(begin, copy);
+        auto& into = parts[place_of(remote)];
+        into = copy.narrow(0, 0, count * size).view(own.scalar_type());
+        remote.read(begin, into);
+        copy = copy.narrow(0, bytes, copy.numel() - bytes);
       }
       const auto target = sum.target.narrow(0, begin, count);
       sum_parts(level_, bucket, parts, target, sum.adder);
     });
+  }
+
+  // [threads, bytes], kept for the next sum, and in huge pages.
+  at::Tensor copies_of_threads(int64_t bytes) const {
+    constexpr int64_t page = 2 << 20;
+    const int64_t threads = at::get_num_threads();
+    if (!copies_.defined() || copies_.numel() < threads * bytes) {
+      const auto memory = empty_in_huge_pages(threads * bytes + page, at::kByte);
+      const auto address = reinterpret_cast<intptr_t>(memory.const_data_ptr());
+      copies_ = memory.narrow(0, (page - address % page) % page, threads * bytes);
+    }
+    return copies_.narrow(0, 0, threads * bytes).view({threads, bytes});
   }
 
   size_t place_of(const Remote& remote) const {
@@ -212,6 +229,7 @@ class Reads : public Stages {
   }
 
   const Processes processes_;
+  mutable at::Tensor copies_;
 };
 
 }  // namespace

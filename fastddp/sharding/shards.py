@@ -105,7 +105,8 @@ class Shards:
         parameters = [self._parameters[index] for index in bucket]
         places = self.sharding.places(number)
         dtype = parameters[0].detach().real.dtype  # pairs of numbers, for complex ones
-        flat = torch.zeros(self.sharding.length(number), dtype=dtype, device=parameters[0].device)
+        like = parameters[0].detach().new_empty(0, dtype=dtype)
+        flat = _C.empty_in_huge_pages(self.sharding.length(number), like).zero_()
         with torch.no_grad():
             for parameter, place in zip(parameters, places, strict=True):
                 view = _C.view_of(flat, parameter, place)
