@@ -110,7 +110,7 @@ class Parts:
             raise ValueError(
                 f"ShardedOptimizer leaves out {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}, and "
                 "another optimizer would find no gradient there. Give it all parameters that the model trains, in "
-                "params or by add_param_group." + see("FD042")
+                'params or by add_param_group; a group may name an "optimizer_class" of its own.' + see("FD042")
             )
 
     # ---------------------------------------------------------------------------------------------- for the engine
