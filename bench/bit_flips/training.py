@@ -193,7 +193,8 @@ def _steps(target: flips.Target) -> int:
 def travel_over(group: dist.ProcessGroup, model: fastddp.DistributedDataParallel) -> None:
     """The exchange in use, made once more, over `group`."""
     setting = dataclasses.replace(model.engine.now.setting, several_lanes=True)
-    with mock.patch.object(descriptions, "lanes_for", return_value=[group]):
+    by_messages = mock.patch.object(descriptions, "processes_of", return_value=())
+    with mock.patch.object(descriptions, "lanes_for", return_value=[group]), by_messages:
         model.reducer.set_exchange(model.engine.now.exchange.make(setting))
 
 

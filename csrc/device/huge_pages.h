@@ -10,7 +10,14 @@ namespace fastddp {
 // (transport/reads.h), by others. With pages of 2 MiB in place of 4 KiB there are fewer to look up, and a read by another process,
 // which looks up each page, takes half the time. Linux gives such pages to memory that asks for them before it is written.
 
-// One-dimensional, not initialised.
+constexpr int64_t kHugePage = 2 << 20;
+
+// At this address, or the next one.
+inline intptr_t first_huge_page(intptr_t address) {
+  return (address + kHugePage - 1) / kHugePage * kHugePage;
+}
+
+// One-dimensional, not initialised. Huge are the pages that lie in it as a whole.
 at::Tensor empty_in_huge_pages(int64_t elements, const at::TensorOptions& options);
 
 }  // namespace fastddp

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 #include <sys/prctl.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -83,6 +84,7 @@ class Reading : public c10d::Work {
 
  private:
   void thank() {
+    const at::DisableRecordFunctionGuard unseen;  // traces show what travels
     std::vector<at::Tensor> byte{at::zeros({1}, at::kByte)};
     for (const auto& remote : from_) thanks_.push_back(lane_.send(byte, remote.rank, *tag_of_thanks_));
     for (const auto& sent : thanks_) {
@@ -178,6 +180,7 @@ class Reads : public Stages {
           [&] { return c10::make_intrusive<Reading>(meeting.lane, thanks, remotes, letters, std::move(read)); });
     }
     if (!thanks) return;
+    const at::DisableRecordFunctionGuard unseen;
     for (const auto& [to, shard] : meeting.lent) {
       std::vector<at::Tensor> byte{at::zeros({1}, at::kByte)};
       meeting.piece.thanks.push_back(meeting.lane.recv(byte, level_.ranks[to], *thanks));
@@ -195,7 +198,7 @@ class Reads : public Stages {
     const auto unit = sum.adder != nullptr ? sum.adder->unit() : 1, size = static_cast<int64_t>(own.element_size());
     const auto others = static_cast<int64_t>(remotes.size());
     const auto part = std::max<int64_t>(1, kPartBytes / (size * unit * others)) * unit;
-    const auto bytes = part * size;
+    const auto bytes = std::min(part, own.numel()) * size;
     const auto copies = copies_of_threads(bytes * others);
     for_parts(own.numel(), part, [&](int64_t begin, int64_t count) {
       std::vector<at::Tensor> parts(level_.ranks.size());
@@ -212,14 +215,14 @@ class Reads : public Stages {
     });
   }
 
-  // [threads, bytes], kept for the next sum, and in huge pages.
+  // [threads, bytes], kept for the next sum.
   at::Tensor copies_of_threads(int64_t bytes) const {
-    constexpr int64_t page = 2 << 20;
     const int64_t threads = at::get_num_threads();
     if (!copies_.defined() || copies_.numel() < threads * bytes) {
-      const auto memory = empty_in_huge_pages(threads * bytes + page, at::kByte);
+      const auto memory = empty_in_huge_pages(threads * bytes + (bytes < kPartBytes / 2 ? 0 : kHugePage), at::kByte);
       const auto address = reinterpret_cast<intptr_t>(memory.const_data_ptr());
-      copies_ = memory.narrow(0, (page - address % page) % page, threads * bytes);
+      const auto skipped = bytes < kPartBytes / 2 ? 0 : first_huge_page(address) - address;
+      copies_ = memory.narrow(0, skipped, threads * bytes);
     }
     return copies_.narrow(0, 0, threads * bytes).view({threads, bytes});
   }

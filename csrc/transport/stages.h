@@ -30,8 +30,8 @@ struct Piece {
   size_t added_up = 0;  // how many rounds
 };
 
-// Rounds may overlap in a group: a tag tells those of a piece apart.
-constexpr uint32_t kMostRounds = 4;
+// Rounds may overlap in a group: tags tell those of a piece apart, and what is sent back in a round.
+constexpr uint32_t kMostRounds = 4, kTagsOfAPiece = 2 * kMostRounds;
 
 // Where the sum of this rank's shard goes, and what adds it up.
 struct Sum {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -43,8 +44,18 @@ class Held:
         """What this rank has for a span. Copies in fp32 go with other state, or with steps that leave none."""
         state = self.inner[span.bucket].state.get(span.holder, {})
         main = self.shards.main_of(span)
-        takes_main = bool(state) or (self.has_stepped and not any(inner.state for inner in self.inner))
+        takes_main = bool(state) or (self.has_stepped and id(span.holder) in self._without_state)
         return {**state, MAIN: main} if takes_main and main is not None else state
+
+    @functools.cached_property
+    def _without_state(self) -> set[int]:
+        """Identities of the holders in groups of which this rank has no state."""
+        found: set[int] = set()
+        stepped = {id(holder) for inner in self.inner for holder in inner.state}
+        for parts in zip(*(inner.param_groups for inner in self.inner), strict=True):
+            holders = {id(holder) for group in parts for holder in group["params"]}
+            found |= holders if holders.isdisjoint(stepped) else set()
+        return found
 
     def part(self) -> dict[Tensor, dict[str, Any]]:
         """This rank's, by parameter: {} where other ranks have all of it. It is empty before the first step."""

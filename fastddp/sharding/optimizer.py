@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from fastddp.ddp import DistributedDataParallel
 from fastddp.errors import see
 from fastddp.sharding import checkpoint
+from fastddp.sharding.mixed import make_optimizer, without_classes
 from fastddp.sharding.notice import ShardedGradient
 from fastddp.sharding.parts import Parts, settings_of
 from fastddp.sharding.scaler import let_scalers_unscale_parts
 from fastddp.sharding.uneven import StepsToTheEnd
 
-_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+_NOT_ELEMENTWISE = ("Adafactor", "Muon", "SparseAdam")
 
 
 class ShardedOptimizer(Optimizer, StepsToTheEnd):
@@ -36,7 +37,9 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             is a :class:`fastddp.sharding.notice.ShardedGradient` once backward has averaged it.
         optimizer_class: a class of ``torch.optim``, or one like it.
         params: parameters or parameter groups; None: all of the model's. Those that are left out have to come by
-            :meth:`add_param_group` before the first :meth:`step`.
+            :meth:`add_param_group` before the first :meth:`step`. A group may name a class of its own, as
+            ``{"params": biases, "optimizer_class": torch.optim.AdamW, "lr": 3e-4}``. Its settings are in the group; all
+            others have that class' defaults.
         shard: "elements": every rank has the same number of elements of each bucket, for optimizers that treat each
             element by itself (SGD, Adam, AdamW, Adagrad, RMSprop, ...). "parameters": whole parameters, for all others
             (Muon, Adafactor, ...).
@@ -50,8 +53,8 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
     Raises:
         RuntimeError: the optimizer is made while gradients are being synchronised.
         TypeError: ``model`` is not a wrapper of fastddp's.
-        ValueError: a parameter is not the model's; ``optimizer_class`` needs whole parameters; gradients travel in a
-            way that cannot be sharded; or ``parameter_wire`` is another dtype.
+        ValueError: a parameter is not the model's; a class needs whole parameters, or all of them at once (LBFGS);
+            gradients travel in a way that cannot be sharded; or ``parameter_wire`` is another dtype.
     """
 
     def __init__(
@@ -65,19 +68,22 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         parameter_wire: torch.dtype | None = None,
         **settings: Any,
     ) -> None:
-        _check(model, optimizer_class, shard, gather)
+        _check(model, shard, gather)
         if parameter_wire not in (None, torch.float16, torch.bfloat16):
             raise ValueError(
                 f"parameter_wire must be torch.float16 or torch.bfloat16, got {parameter_wire}." + see("FD024")
             )
+        given, own = without_classes(list(model.parameters() if params is None else params))
+        whole = shard == "parameters"
+        for kind in (optimizer_class, *own.values()):
+            _check_class(kind, whole=whole)
         make = functools.partial(optimizer_class, **settings)
         in_step = gather == "step"
-        self.parts = Parts(model, make, whole=shard == "parameters", wire=parameter_wire, waits_in_step=in_step)
-        given = list(model.parameters() if params is None else params)
+        self.parts = Parts(model, make, own, whole=whole, wire=parameter_wire, waits_in_step=in_step)
         if given and isinstance(given[0], Tensor):
             given = [parameter for parameter in given if parameter.requires_grad]
         self._has_stepped = False
-        template = make(given)  # checks the settings, and completes the groups
+        template = make_optimizer(make, own, given)  # checks the settings, and completes the groups
         Optimizer.__init__(self, template.param_groups, template.defaults)
         Joinable.__init__(self)
         self.parts.groups = self.param_groups
@@ -97,11 +103,18 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         All parameters have to be there before the first :meth:`step`.
 
         Args:
-            param_group: as in torch.
+            param_group: as in ``params``.
 
         Raises:
-            ValueError: a parameter is not the model's, has sparse gradients or is in another group.
+            ValueError: a parameter is not the model's, has sparse gradients or is in another group; or the class that
+                the group names needs whole parameters, or all of them at once.
         """
+        own = None
+        if self.parts.inner:  # else the constructor has completed it
+            [param_group], classes = without_classes([param_group])
+            if (own := classes.get(0)) is not None:
+                _check_class(own, whole=self.parts.whole)
+            [param_group] = (own or self.parts.make)([param_group]).param_groups
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -109,7 +122,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         except ValueError:
             self.param_groups.pop()
             raise
-        self.parts.add_group(group)
+        self.parts.add_group(own)
 
     # ------------------------------------------------------------------------------------------------------- a step
 
@@ -234,11 +247,13 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             state_dict: the state.
 
         Raises:
-            ValueError: it is the state of another model, or another rank's. Nothing has been loaded.
+            ValueError: it is the state of another model, or another rank's; or a parameter of the model is in no
+                group. Nothing has been loaded.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         parts, engine = self.parts, self.parts.model.engine
+        parts.check_none_missing()
         saved = checkpoint.Saved(state_dict, self.param_groups, parts.parameters, any_shape=parts.whole)
         parts.parameters_ready()
         if (plan := saved.other_plan(parts.shards.plan, parts.shards.group.size())) is not None:
@@ -263,7 +278,7 @@ def _check_model(model: DistributedDataParallel) -> None:
             raise ValueError(f"ShardedOptimizer does not go with {option}: {remedy}." + see("FD042"))
 
 
-def _check(model: object, optimizer_class: Any, shard: str, gather: str) -> None:
+def _check(model: object, shard: str, gather: str) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"ShardedOptimizer takes a fastddp.DistributedDataParallel, got {type(model).__name__}. Wrap the module "
@@ -274,9 +289,18 @@ def _check(model: object, optimizer_class: Any, shard: str, gather: str) -> None
         raise ValueError(f'shard must be "elements" or "parameters", got {shard!r}.' + see("FD024"))
     if gather not in ("step", "forward"):
         raise ValueError(f'gather must be "step" or "forward", got {gather!r}.' + see("FD024"))
-    name = getattr(optimizer_class, "__name__", "")
-    is_of_torch = getattr(optimizer_class, "__module__", "").startswith("torch.optim")
-    if is_of_torch and shard == "elements" and name in _NOT_ELEMENTWISE:
+
+
+def _check_class(kind: Any, *, whole: bool) -> None:
+    kind = getattr(kind, "func", kind)  # of a functools.partial
+    name = getattr(kind, "__name__", "")
+    if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS):
+        raise ValueError(
+            f"{name} takes inner products of all gradients at once, and each rank has a part. Use it without "
+            "ShardedOptimizer, over model.parameters()." + see("FD042")
+        )
+    is_of_torch = getattr(kind, "__module__", "").startswith("torch.optim")
+    if is_of_torch and not whole and name in _NOT_ELEMENTWISE:
         raise ValueError(
             f'torch.optim.{name} needs whole parameters, and shard="elements" cuts them. Use shard="parameters".'
             + see("FD042")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fastddp.ddp import DistributedDataParallel
 from fastddp.errors import see
 from fastddp.in_force import InForce
 from fastddp.sharding import checkpoint
+from fastddp.sharding.mixed import Make, make_optimizer
 from fastddp.sharding.shards import OneBucket, Shards, Span
 from fastddp.sharding.state import gathered
 
@@ -28,6 +29,7 @@ class Parts:
     Args:
         model: has this object, and goes at once when nobody else has it.
         make: an optimizer of parameter groups.
+        own: by number of the group, the class that steps it in place of what ``make`` makes.
         whole: each rank has whole parameters.
         wire: fp32 parameters travel in this dtype; None: as they are.
         waits_in_step: parameters are here when a step ends.
@@ -36,14 +38,15 @@ class Parts:
     def __init__(
         self,
         model: DistributedDataParallel,
-        make: Callable[[list[Group]], Optimizer],
+        make: Make,
+        own: dict[int, Make],
         *,
         whole: bool,
         wire: torch.dtype | None,
         waits_in_step: bool,
     ) -> None:
         self._of_model = weakref.ref(model)
-        self._make, self.whole, self._wire, self.waits_in_step = make, whole, wire, waits_in_step
+        self.make, self._own, self.whole, self._wire, self.waits_in_step = make, own, whole, wire, waits_in_step
         self.parameters = model.engine.now.parameters
         """The model's."""
         self.groups: list[Group] = []
@@ -75,10 +78,13 @@ class Parts:
         assert self._shards is not None
         return self._shards
 
-    def add_group(self, group: Group) -> None:
-        """Step these parameters too."""
+    def add_group(self, own: Make | None) -> None:
+        """Step the parameters of the last group too; ``own``: the class that it names."""
+        if own is not None:
+            self._own[len(self.groups) - 1] = own
         for number, inner in enumerate(self.inner):
-            inner.add_param_group(self._group_in(self.shards.buckets[number], group))
+            self.inner[number] = self._inner_of(self.shards.buckets[number])
+            self.inner[number].state.update(inner.state)
 
     def check_trained(self, group: Group) -> None:
         """Raise ValueError if a parameter of ``group`` is not the model's, or has sparse gradients."""
@@ -106,7 +112,7 @@ class Parts:
             raise ValueError(
                 f"ShardedOptimizer leaves out {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}, and "
                 "another optimizer would find no gradient there. Give it all parameters that the model trains, in "
-                "params or by add_param_group." + see("FD042")
+                'params or by add_param_group; a group may name an "optimizer_class" of its own.' + see("FD042")
             )
 
     # ---------------------------------------------------------------------------------------------- for the engine
@@ -154,7 +160,7 @@ class Parts:
 
     def _inner_of(self, bucket: OneBucket) -> Optimizer:
         """The optimizer of this rank's part of a bucket."""
-        return self._make([self._group_in(bucket, group) for group in self.groups])
+        return make_optimizer(self.make, self._own, [self._group_in(bucket, group) for group in self.groups])
 
     def _group_in(self, bucket: OneBucket, group: Group) -> Group:
         parameters = self.parameters.tensors

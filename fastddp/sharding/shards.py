@@ -86,7 +86,7 @@ class Shards:
             for_optimizer=True,
         )
         self._parameters = now.parameters.tensors
-        self._reducer = now.reducer
+        self._reducer, self._module = now.reducer, now.module
         self.notices: dict[int, ShardedGradient] = {}
         self.buckets = [self._lay_out(number, bucket, wire) for number, bucket in enumerate(self.plan)]
         self._make_notices(now)
@@ -261,6 +261,8 @@ class Shards:
             yield
         except BaseException:
             self._incomplete.update((index, self._parameters[index]._version) for index in self.plan[number])
+            for module in self._module.modules():
+                module.register_state_dict_pre_hook(lambda *_: self.check())
             raise
 
     def check(self) -> None:

@@ -7,6 +7,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -60,6 +61,21 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         ValueError,
         r'Muon needs whole parameters(.|\n)*shard="parameters"(.|\n)*FD042',
         lambda: sharded(wrapped(), torch.optim.Muon),
+    ),
+    "Muon by elements, in a group": (
+        ValueError,
+        r'Muon needs whole parameters(.|\n)*shard="parameters"(.|\n)*FD042',
+        lambda: sharded(wrapped(), params=[{"params": [], "optimizer_class": torch.optim.Muon}]),
+    ),
+    "Muon by elements, in a group that comes later": (
+        ValueError,
+        r'Muon needs whole parameters(.|\n)*shard="parameters"(.|\n)*FD042',
+        lambda: sharded(wrapped()).add_param_group({"params": [], "optimizer_class": torch.optim.Muon}),
+    ),
+    "LBFGS": (
+        ValueError,
+        r"LBFGS takes inner products of all gradients(.|\n)*over model.parameters\(\)(.|\n)*FD042",
+        lambda: sharded(wrapped(), torch.optim.LBFGS, shard="parameters"),
     ),
     "a setting that the class refuses": (ValueError, "Invalid learning rate", lambda: sharded(wrapped(), lr=-1.0)),
     "a parameter of another model": (
@@ -164,6 +180,24 @@ def test_parameters_that_have_left_the_flat_memory_are_not_forgotten(rank: int, 
         model.module.double()
     with pytest.raises(RuntimeError, match=r"Parameter [ab] has other memory(.|\n)*FD042"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("gather", ["step", "forward"])
+@on_ranks(2)
+def test_incomplete_parameters_are_not_saved_until_they_are_loaded(rank: int, gather: str) -> None:
+    model = wrapped()
+    optimizer = sharded(model, gather=gather)
+    saved = copy.deepcopy(model.state_dict())
+    backward(model, rank)
+    with mock.patch.object(optimizer.parts.shards, "_send", side_effect=OSError), pytest.raises(OSError):
+        optimizer.step()
+    for save in (model.state_dict, model.module.state_dict):
+        with pytest.raises(RuntimeError, match=r"parameter [ab] is incomplete(.|\n)*FD044"):
+            save()
+    model.load_state_dict(saved)
+    assert model.state_dict().keys() == saved.keys()
+    optimizer.step()
+    assert values(model) == [0.25, 0.25]
 
 
 # ------------------------------------------------------------------------------------------------ copies and successors

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import fastddp
 from fastddp import comm_hooks
+from fastddp.planning.model import Link
 from on_ranks import of_ranks, on_ranks
 
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -52,7 +54,7 @@ class Tied(nn.Module):
 
 
 class Training:
-    def __init__(self, rank: int, module: nn.Module, cap: float = 0.01, hook: str = "", **options: Any) -> None:
+    def __init__(self, rank: int, module: nn.Module, cap: Any = 0.01, hook: str = "", **options: Any) -> None:
         self.model = fastddp.DistributedDataParallel(module, bucket_cap_mb=cap, **options)
         if hook:
             state = comm_hooks.BlockState() if hook == "int8" else None
@@ -302,6 +304,26 @@ def test_fp32_parameters_may_travel_in_16_bits(rank: int) -> None:
     parts = [found[span.parameter].flatten()[span.begin : span.end] for span in spans]
     assert equal([copy.bfloat16().float() for copy in copies], parts)
     assert not equal(copies, parts)
+
+
+@pytest.mark.parametrize("before", [0, 4], ids="made after {} steps".format)
+@pytest.mark.parametrize("how", SHARDED)
+@on_ranks(2)
+def test_state_moves_to_the_buckets_that_are_planned_after_four_and_after_seven_steps(
+    rank: int, how: str, before: int
+) -> None:
+    found = []
+    for cap in (0.01, "auto"):
+        training = Training(rank, Mixed(), cap=cap)
+        training.train(partial(torch.optim.SGD, lr=0.1)(training.model.parameters()), steps=before)
+        optimizer = of(training.model, MOMENTUM, **SHARDED[how])
+        plan = training.model.bucket_plan()
+        with mock.patch("fastddp.planning.planner.measure_link", return_value=Link(latency=1e-9, bandwidth=1e3)):
+            training.train(optimizer, steps=9 - before)
+        found.append(training.parameters())
+    assert training.model.bucket_plan() != plan
+    assert training.model.engine.planner.profile is not None
+    assert equal(*found)
 
 
 @pytest.mark.parametrize("rebuilds", [False, True], ids=["", "before buckets are rebuilt"])

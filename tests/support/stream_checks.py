@@ -480,7 +480,7 @@ def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     shards = _C.Sharding(list(of), names, plan, ranks=RANKS, rank=0, whole=False)
     how = {"remembers": False, "spreads": True}
     between = _C.Pipeline(_C.Codec.cast(torch.float16), _C.Transport.all_reduce([group()]))
-    engine.set_exchange(_C.Pipeline.two_levels(between, shards, all=group(RANKS**2), node=group(), **how))
+    engine.set_exchange(_C.Pipeline.two_levels(between, shards, all=group(RANKS**2), node=[group()], **how))
 
 
 def a_matrix_and_a_vector(own: torch.Stream) -> list[nn.Parameter]:

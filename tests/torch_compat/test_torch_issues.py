@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fastddp
 from fastddp import comm_hooks
 from hooks_by_name import register
+from nodes import by_messages
 from on_ranks import Wrap, on_ranks, same_under_both
 from parts import Parts, gradients, local_input, wrapped
 from ranks import RankPool
@@ -88,9 +89,10 @@ def exchange_beside_a_thread_that_keeps_the_gil(rank: int, hook: str) -> tuple[f
     """When this rank had all gradients; on rank 0, when a thread gave the GIL back that it took as backward began."""
     model = fastddp.DistributedDataParallel(nn.Sequential(*(nn.Linear(200, 200) for _ in range(4))), bucket_cap_mb=0.1)
     register(model, hook)
-    for _ in range(2):
-        model(torch.ones(200, 200)).sum().backward()
-        model.zero_grad()
+    with by_messages():
+        for _ in range(2):
+            model(torch.ones(200, 200)).sum().backward()
+            model.zero_grad()
     loss = model(torch.ones(200, 200)).sum()
     averaged: list[float] = []
     if rank == 1:
@@ -121,7 +123,7 @@ def exchange_beside_a_thread_that_keeps_the_gil(rank: int, hook: str) -> tuple[f
 @pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "python"])
 def test_native_hooks_run_without_the_gil_46959(ranks: RankPool, hook: str) -> None:
-    """Rank 1 gets all gradients from rank 0, where Python cannot run.
+    """Rank 1 gets all gradients from rank 0, where Python cannot run; without reads, which wait for each other.
 
     Only the status of the window, behind them, may wait: in allreduces of gloo torch takes the GIL (flight recorder).
     """

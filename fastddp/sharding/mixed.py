@@ -1,0 +1,61 @@
+"""Parameter groups that a class of their own steps, as AdamW beside Muon."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+OWN = "optimizer_class"  # in a parameter group as users give it
+Make = Callable[[list[Any]], Optimizer]
+
+
+def without_classes(groups: Sequence[Any]) -> tuple[list[Any], dict[int, Make]]:
+    """Parameters or groups as torch takes them; and by number of the group, the class that it names."""
+    own = {number: one[OWN] for number, one in enumerate(groups) if isinstance(one, dict) and OWN in one}
+    taken = [
+        {key: one[key] for key in one if key != OWN} if number in own else one for number, one in enumerate(groups)
+    ]
+    return taken, own
+
+
+def make_optimizer(make: Make, own: Mapping[int, Make], groups: list[Any]) -> Optimizer:
+    """``make`` makes the optimizer of all groups, unless some have an ``own`` class."""
+    if not own:
+        return make(groups)
+    return OneForEachGroup([own.get(number, make)([group]) for number, group in enumerate(groups)])
+
+
+class OneForEachGroup(Optimizer):
+    """An optimizer for each group, with one ``state``.
+
+    Args:
+        each: the optimizers.
+    """
+
+    def __init__(self, each: Sequence[Optimizer]) -> None:
+        self._each = each
+        super().__init__([group for one in each for group in one.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups = [group for one in self._each for group in one.param_groups]
+        self.state = defaultdict(dict)
+        for one in self._each:
+            self.state.update(one.state)
+            one.state = self.state
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Of each."""
+        for one in self._each:
+            one.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; each loads its own."""
+        state = state_dict["state"]
+        for one, group in zip(self._each, state_dict["param_groups"], strict=True):
+            own = {number: state[number] for number in group["params"] if number in state}
+            one.load_state_dict({"state": own, "param_groups": [group]})
+        self._share()
