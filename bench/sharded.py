@@ -139,6 +139,7 @@ CONTESTANTS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Modu
     "fastddp-again": (_fastddp, _adamw),
     "zero": (TorchDDP, _zero),
     "sharded": (_fastddp, _sharded),
+    "sharded-views": (partial(_fastddp, gradient_as_bucket_view=True), _sharded),
     "sharded-lazy": (partial(_fastddp, **_LAZY), _sharded),
     "fsdp2": (_fsdp2, _adamw),
     "fastddp-int8": (_int8, _adamw),
