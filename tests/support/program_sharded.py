@@ -173,6 +173,8 @@ class Sharded(WithMomentum):
         self.optimizer.step()
 
     def _state_dict(self, whole: bool) -> Any:
+        # Parts are those of buckets without unused parameters, which a new wrapper does not begin with.
+        whole = whole or self.program.options.usage_is_fixed
         return self.optimizer.full_state_dict() if whole else self.optimizer.state_dict()  # type: ignore[attr-defined]
 
     def _load_state_dict(self, state: Any) -> None:
@@ -230,6 +232,8 @@ def compare_momentum(candidate: Sharded, reference: Replicated, when: str) -> li
     states = optimizer.full_state_dict()["state"], reference.optimizer.state_dict()["state"]
     found = []
     for number, index in enumerate(candidate.dense):
+        if candidate.parameter(index).numel() == 0:  # whose state no rank has
+            continue
         both = [of.get(number, {}).get("momentum_buffer") for of in states]
         ours, theirs = (None if one is None else one.clone(memory_format=torch.contiguous_format) for one in both)
         found.append(difference(f"momentum {index}", ours, theirs, 4 * rounding(candidate, index)))

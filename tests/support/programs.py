@@ -354,8 +354,8 @@ def programs_of_sharded_optimizers(draw: st.DrawFn, world_size: int, hooks: Sequ
     if wire:  # it could round real numbers only here: copies of complex ones are not written by hand
         other = {**other, "complex64": "float32"}
     parameters = [replace(s, dtype=other.get(s.dtype, s.dtype), steps_in_backward=False) for s in program.parameters]
-    if all(spec.frozen or spec.sparse for spec in parameters):
-        parameters[0] = replace(parameters[0], frozen=False, sparse=False)
+    if draw(st.booleans()) or all(spec.frozen or spec.sparse for spec in parameters):  # then ranks share the first
+        parameters[0] = replace(parameters[0], shape=SHAPES[-1], layout="reversed", frozen=False, sparse=False)
     options = program.options
     if options.main_gradients == "main_grad":
         options = replace(options, main_gradients="no")
@@ -372,7 +372,7 @@ def programs_of_sharded_optimizers(draw: st.DrawFn, world_size: int, hooks: Sequ
     saves, loads = st.builds(Save, st.booleans()), st.sampled_from([Load("same"), Load("optimizer"), Load("wrapper")])
     steps = st.just(Step())
     more = st.lists(st.one_of(steps, steps, st.just(Change("half")), writes, saves, loads), max_size=2)
-    ops: list[Op] = []
+    ops: list[Op] = draw(st.sampled_from([[], [Backward(), Step()]]))[:]  # so that there is state to save
     for op in program.ops:
         ops += [Backward() if isinstance(op, Uneven) else op, *draw(more)]
     return replace(program, parameters=tuple(parameters), options=options, ops=tuple(ops))
