@@ -214,12 +214,14 @@ void Reducer::before_gradient(size_t parameter, bool is_defined) {
     const std::lock_guard lock(mutex_);
     shared_sums_.zero(buckets_, parameter);
   }
-  if (is_defined && buckets_.are_sharded()) {
-    const std::lock_guard lock(mutex_);
-    const c10::AutoGradMode no_grad(false);
-    buckets_.take_notice(parameter);
-  }
-  if (!window_.may_begin()) return;  // most calls end here, without the lock
+  if (window_.may_begin()) begin_with_gradient();  // most calls do without the lock
+  if (!is_defined || !buckets_.are_sharded()) return;
+  const std::lock_guard lock(mutex_);
+  const c10::AutoGradMode no_grad(false);
+  buckets_.take_notice(parameter);  // once: a placeholder of the window that begins has taken it
+}
+
+void Reducer::begin_with_gradient() {
   const std::lock_guard lock(mutex_);
   if (!window_.may_begin() || !Backwards::is_inside_one()) return;
   // Another backward over the last forward begins at its outputs (on_backward_begin), if they are watched.

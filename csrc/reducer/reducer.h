@@ -161,6 +161,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_backward_begin();
   void note_backward();
   void before_gradient(size_t parameter, bool is_defined);
+  void begin_with_gradient();
   bool adds_up() const;
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
   void on_local_gradient(size_t parameter, bool exclusive);

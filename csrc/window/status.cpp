@@ -167,6 +167,7 @@ std::string WindowStatus::who_is_where() const {
   std::vector<at::Tensor> mine{at::tensor(place_)};
   std::vector<std::vector<at::Tensor>> places(1);
   for (int rank = 0; rank < group_->getSize(); ++rank) places[0].push_back(at::empty_like(mine[0]));
+  const WithoutPythonObjects without;
   Interruption::wait(*group_->allgather(places, mine));
   std::map<std::vector<int64_t>, std::string> ranks_in;
   for (int rank = 0; rank < group_->getSize(); ++rank) {

@@ -29,6 +29,7 @@ from programs import (
     Backward,
     Hook,
     Options,
+    ParameterSpec,
     Program,
     Raise,
     programs,
@@ -120,6 +121,13 @@ def test_a_forward_that_finds_no_gradients_begins_a_step_also_after_one_that_rai
 ) -> None:
     program = Program(options=Options(hook="int8"), ops=(Backward(), Raise("forward"), Raise("backward")))
     assert ranks.run(program_errors.differences, 2, program) == [[], []]
+
+
+def test_a_sharded_gradient_that_the_last_window_left_out_adds_up_where_it_begins_the_next(ranks: RankPool) -> None:
+    options = Options(usage="find_unused_parameters", sharded="elements")
+    ops = (Backward(), Backward(skip=frozenset([0])), Backward())
+    program = Program((ParameterSpec(), ParameterSpec()), (1, 0), output="namespace", options=options, ops=ops)
+    assert ranks.run(program_sharded.differences, 2, program) == [[], []]
 
 
 # ------------------------------------------------------------------------- a program finds what is wrong, if it is

@@ -141,6 +141,8 @@ class Execution:
         options = self.program.options
         if options.main_gradients == "main_grad" or options.gradient_average == "sum":
             self.zero_gradients()  # the next wrapper makes others, or does not know that they are a sum
+        if isinstance(self.model, Oracle):
+            self.model.end_window()  # its hooks stay, and would add up once more after a metric
         del self.model
         self._wrap_module()
 

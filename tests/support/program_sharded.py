@@ -6,6 +6,7 @@ demanded bit for bit where gradients are. Where they travel in 8 bits the refere
 
 from __future__ import annotations
 
+import io
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,7 +26,7 @@ from program_execution import (
     wrap_in_reference,
 )
 from program_hooks import plans_at_once
-from programs import AUTO, EIGHT_BITS, Change, Op, Program, Step
+from programs import AUTO, EIGHT_BITS, Change, Load, Op, Program, Save, Step
 
 MOMENTUM = 0.5
 
@@ -34,6 +35,7 @@ class WithMomentum(Execution):
     """Of a model, in which a step is one of dense parameters with momentum, and one of sparse ones without."""
 
     averaged = False
+    saved: io.BytesIO | None = None
 
     def _make_optimizer(self) -> None:
         numbers = {index: self.program.parameters[index] for index in self.trainable}
@@ -55,11 +57,18 @@ class WithMomentum(Execution):
 
     def run(self, op: Op) -> None:
         """Leaves out what is an error, or says nothing, as long as there are gradients that are not averaged."""
-        if self.begun and (isinstance(op, Step) or op == Change("half")):
+        if self.begun and (isinstance(op, Step | Save | Load) or op == Change("half")):
+            return
+        if self.armed and op == Load("optimizer"):
             return
         if self.averaged and not self.begun and self.program.options.hook in (*EIGHT_BITS, *AUTO):
             super().run(Change("none"))  # because replicated gradients would travel again
-        super().run(op)
+        if isinstance(op, Save):
+            self._save(op.whole)
+        elif isinstance(op, Load):
+            self._load(op.into)
+        else:
+            super().run(op)
         if not self.begun:
             self.averaged = any(self.parameter(index).grad is not None for index in self.dense)
 
@@ -69,6 +78,32 @@ class WithMomentum(Execution):
             self._of_sparse.step()
 
     def _step_dense(self) -> None:
+        raise NotImplementedError
+
+    def _save(self, whole: bool) -> None:
+        self.saved = io.BytesIO()
+        torch.save(([*self.module.parameters()], self._state_dict(whole)), self.saved)
+
+    def _load(self, into: str) -> None:
+        if self.saved is None:
+            self._save(whole=False)
+        if into == "wrapper":
+            self._wrap_again()
+        elif into == "optimizer":
+            self.zero_gradients()
+            self._make_optimizer()
+        assert self.saved is not None
+        self.saved.seek(0)
+        parameters, state = torch.load(self.saved)
+        with torch.no_grad():
+            for parameter, values in zip(self.module.parameters(), parameters, strict=True):
+                parameter.copy_(values)
+        self._load_state_dict(state)
+
+    def _state_dict(self, whole: bool) -> Any:
+        raise NotImplementedError
+
+    def _load_state_dict(self, state: Any) -> None:
         raise NotImplementedError
 
 
@@ -103,6 +138,15 @@ class Replicated(WithMomentum):
         for index in self._main:
             self.parameter(index).copy_(self._rounded(index))
 
+    def _state_dict(self, whole: bool) -> Any:
+        return self.optimizer.state_dict(), self._main
+
+    @torch.no_grad()
+    def _load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state[0])
+        for index, main in state[1].items():
+            self._main[index].copy_(main)
+
 
 class Sharded(WithMomentum):
     """Has a ``fastddp.ShardedOptimizer``."""
@@ -127,6 +171,14 @@ class Sharded(WithMomentum):
 
     def _step_dense(self) -> None:
         self.optimizer.step()
+
+    def _state_dict(self, whole: bool) -> Any:
+        # Parts are those of buckets without unused parameters, which a new wrapper does not begin with.
+        whole = whole or self.program.options.usage_is_fixed
+        return self.optimizer.full_state_dict() if whole else self.optimizer.state_dict()  # type: ignore[attr-defined]
+
+    def _load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state)
 
     def _change_gradients(self, how: str) -> None:
         if how == "half":
@@ -170,7 +222,22 @@ def differences(rank: int, program: Program, sharded: type[Sharded] = Sharded) -
             reference.run(op)
             if not (isinstance(op, Step) and program.options.gather == "forward"):  # whose parameters arrive later
                 found += compare(candidate, reference, f"op {number}, {op}")
+            if isinstance(op, Load) and not candidate.begun:
+                found += compare_momentum(candidate, reference, f"op {number}, {op}")
     return found[:5]
+
+
+def compare_momentum(candidate: Sharded, reference: Replicated, when: str) -> list[str]:
+    optimizer: Any = candidate.optimizer
+    states = optimizer.full_state_dict()["state"], reference.optimizer.state_dict()["state"]
+    found = []
+    for number, index in enumerate(candidate.dense):
+        if candidate.parameter(index).numel() == 0:  # whose state no rank has
+            continue
+        both = [of.get(number, {}).get("momentum_buffer") for of in states]
+        ours, theirs = (None if one is None else one.clone(memory_format=torch.contiguous_format) for one in both)
+        found.append(difference(f"momentum {index}", ours, theirs, 4 * rounding(candidate, index)))
+    return [f"after {when}: {text}" for text in found if text]
 
 
 @torch.no_grad()

@@ -125,6 +125,20 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Save:
+    """A sharded optimizer's state, whole or each rank's part, and parameters are kept."""
+
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Load:
+    """What was saved last, or is saved now, comes back: into the same optimizer, or new ones of old or new wrappers."""
+
+    into: Literal["same", "optimizer", "wrapper"] = "same"
+
+
+@dataclass(frozen=True)
 class Evaluate:
     """A forward without a backward: under no_grad; or that of a ``metric``, with gradients, outside of no_sync."""
 
@@ -150,7 +164,7 @@ class Uneven:
 
 
 METRIC = Evaluate(metric=True)
-Op = Backward | TwoBackwards | Raise | Change | Step | Write | Evaluate | WrapAgain | Uneven
+Op = Backward | TwoBackwards | Raise | Change | Step | Write | Save | Load | Evaluate | WrapAgain | Uneven
 
 
 @dataclass(frozen=True)
@@ -340,8 +354,8 @@ def programs_of_sharded_optimizers(draw: st.DrawFn, world_size: int, hooks: Sequ
     if wire:  # it could round real numbers only here: copies of complex ones are not written by hand
         other = {**other, "complex64": "float32"}
     parameters = [replace(s, dtype=other.get(s.dtype, s.dtype), steps_in_backward=False) for s in program.parameters]
-    if all(spec.frozen or spec.sparse for spec in parameters):
-        parameters[0] = replace(parameters[0], frozen=False, sparse=False)
+    if draw(st.booleans()) or all(spec.frozen or spec.sparse for spec in parameters):  # then ranks share the first
+        parameters[0] = replace(parameters[0], shape=SHAPES[-1], layout="reversed", frozen=False, sparse=False)
     options = program.options
     if options.main_gradients == "main_grad":
         options = replace(options, main_gradients="no")
@@ -355,8 +369,10 @@ def programs_of_sharded_optimizers(draw: st.DrawFn, world_size: int, hooks: Sequ
         audit_every=draw(st.sampled_from([None, None, 1])) if not options.two_levels else None,
     )
     writes = st.builds(Write, st.integers(0, len(parameters) - 1))
-    more = st.lists(st.one_of(st.just(Step()), st.just(Step()), st.just(Change("half")), writes), max_size=2)
-    ops: list[Op] = []
+    saves, loads = st.builds(Save, st.booleans()), st.sampled_from([Load("same"), Load("optimizer"), Load("wrapper")])
+    steps = st.just(Step())
+    more = st.lists(st.one_of(steps, steps, st.just(Change("half")), writes, saves, loads), max_size=2)
+    ops: list[Op] = draw(st.sampled_from([[], [Backward(), Step()]]))[:]  # so that there is state to save
     for op in program.ops:
         ops += [Backward() if isinstance(op, Uneven) else op, *draw(more)]
     return replace(program, parameters=tuple(parameters), options=options, ops=tuple(ops))
