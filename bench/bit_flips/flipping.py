@@ -61,7 +61,7 @@ class Flipping(dist.ProcessGroup):
 
     _FIRST_TAG = 0x46440000
     _MOST_PIECES = 256
-    _TAGS_OF_A_PIECE = 8
+    _MOST_ROUNDS = 4
     _ROUNDS = ("to", "back")  # those of one level
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -121,7 +121,7 @@ class Flipping(dist.ProcessGroup):
     def _element(self, way: str, owner: int, tag: int, shard: Tensor) -> int | None:
         """Of a message with this tag, to or from the shard's owner, in bytes: what is to be damaged, if anything is."""
         damage = self._damage
-        piece, number = divmod(tag - self._FIRST_TAG, self._TAGS_OF_A_PIECE)
+        piece, number = divmod(tag - self._FIRST_TAG, self._MOST_ROUNDS)
         if damage is None or damage.way != way or self._ROUNDS[number] != way:
             return None
         elements = shard.numel() // 2

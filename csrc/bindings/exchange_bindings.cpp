@@ -6,8 +6,8 @@
 #include "device/huge_pages.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/trial.h"
+#include "transport/outbox.h"
 #include "transport/gather.h"
-#include "transport/reads.h"
 #include "transport/sum_audit.h"
 
 namespace fastddp {
@@ -101,8 +101,8 @@ void bind_exchanges(py::module_& m) {
       .def(py::init<Groups>(), py::arg("groups"))
       .def(py::init<Groups, Processes>(), py::arg("groups"), py::arg("processes"));
   py::implicitly_convertible<Groups, Lanes>();
-  m.def("let_siblings_read", &let_siblings_read, "Of this process's parent; csrc/transport/reads.h.");
-  m.def("has_bytes", &has_bytes, "Whether a process has these bytes; csrc/transport/reads.h.", py::arg("process"),
+  m.def("let_siblings_read", &let_siblings_read, "Of this process's parent; csrc/transport/outbox.h.");
+  m.def("has_bytes", &has_bytes, "Whether a process has these bytes; csrc/transport/outbox.h.", py::arg("process"),
         py::arg("address"), py::arg("bytes"), no_gil);
 
   py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport", "How wires travel; csrc/transport/transport.h.")

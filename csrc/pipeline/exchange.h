@@ -69,7 +69,7 @@ class Exchange {
   virtual void tick(size_t tick) = 0;
 
   // Whether finish() would not block the calling thread.
-  virtual bool arrived(const Bucket& bucket) const = 0;
+  virtual bool arrived(const Bucket& bucket) = 0;
 
   // Called once the last collective of `bucket` has started. Calls `call` when the collective is done, from any thread. On a
   // device with streams the call may come sooner, with a current stream that waits for the collective. It never comes if the

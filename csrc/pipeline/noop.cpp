@@ -21,7 +21,7 @@ class Noop : public Exchange {
 
   void tick(size_t tick) override { (*buckets_)[tick].measure_local(); }
 
-  bool arrived(const Bucket&) const override { return true; }
+  bool arrived(const Bucket&) override { return true; }
 
   void finish(Bucket&) override {}
 

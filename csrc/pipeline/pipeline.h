@@ -45,7 +45,7 @@ class Pipeline : public Exchange {
   void on_gradient(Bucket& bucket, size_t member) override { of(bucket).on_gradient(bucket, member); }
   // If a route raised, its next call starts only the rest, because it counts what it has started.
   void tick(size_t tick) override;
-  bool arrived(const Bucket& bucket) const override { return of(bucket).arrived(bucket); }
+  bool arrived(const Bucket& bucket) override { return of(bucket).arrived(bucket); }
   void when_arrived(const Bucket& bucket, std::function<void()> call) override {
     of(bucket).when_arrived(bucket, call);
   }

@@ -66,7 +66,7 @@ class PythonHook : public Exchange {
     in_flight_[bucket.index()] = run(bucket, bucket.wire.tensor());
   }
 
-  bool arrived(const Bucket& bucket) const override { return in_flight_.at(bucket.index())->completed(); }
+  bool arrived(const Bucket& bucket) override { return in_flight_.at(bucket.index())->completed(); }
 
   void when_arrived(const Bucket& bucket, std::function<void()> call) override {
     in_flight_.at(bucket.index())->addCallback([call = std::move(call)](c10::ivalue::Future&) { call(); });

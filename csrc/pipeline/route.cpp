@@ -52,8 +52,15 @@ void Route::tick(size_t tick) {
   for (auto& stretch : stretches_) this->tick(stretch, tick);
 }
 
-bool Route::arrived(const Bucket& bucket) const {
-  return who_waits_.is_the_stream(bucket.device()) || are_done(last_message(bucket).works());
+bool Route::arrived(const Bucket& bucket) {
+  if (who_waits_.is_the_stream(bucket.device())) return true;
+  auto& message = last_message(bucket);
+  if (!are_done(message.works())) return false;
+  // Not only the sum has to be there: finish() waits until other ranks have read.
+  return std::ranges::all_of(message.pieces, [&](auto& piece) {
+    if (!piece.thanks.empty()) complete(message, message.transport->rounds() - 1, piece);
+    return are_done(piece.thanks);
+  });
 }
 
 void Route::when_arrived(const Bucket& bucket, const std::function<void()>& call) const {

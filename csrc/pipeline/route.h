@@ -60,7 +60,7 @@ class Route {
   size_t lag() const;
   void on_gradient(Bucket& bucket, size_t member);
   void tick(size_t tick);
-  bool arrived(const Bucket& bucket) const;
+  bool arrived(const Bucket& bucket);
   void when_arrived(const Bucket& bucket, const std::function<void()>& call) const;
   void finish(Bucket& bucket);
   void let_wires_go();
@@ -80,6 +80,7 @@ class Route {
   const Message& message_of(const Bucket& bucket, size_t leg) const;
   Message& message_of(const Bucket& bucket, size_t leg);
   const Message& last_message(const Bucket& bucket) const { return message_of(bucket, codec_->legs() - 1); }
+  Message& last_message(const Bucket& bucket) { return message_of(bucket, codec_->legs() - 1); }
   template <typename Function>
   void for_messages(const Function& function);
   template <typename Function>

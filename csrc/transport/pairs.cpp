@@ -7,7 +7,7 @@ namespace fastddp {
 int Messages::tag(size_t round, const Piece& piece) {
   // Far from the small numbers that users give messages of their own.
   constexpr uint32_t first_tag = 0x46440000;
-  return static_cast<int>(first_tag + kTagsOfAPiece * piece.tag + static_cast<uint32_t>(round));
+  return static_cast<int>(first_tag + kMostRounds * piece.tag + static_cast<uint32_t>(round));
 }
 
 void sum_parts(const Level& level, size_t bucket, const std::vector<at::Tensor>& parts, const at::Tensor& target,

@@ -13,30 +13,27 @@ class Messages {
   Messages(c10d::ProcessGroup& group, Piece& piece, size_t round)
       : group_(group), piece_(piece), tag_(tag(round, piece)), left_out_(piece.sent) {}
 
-  int tag() const { return tag_; }
-
   void receive(const at::Tensor& part, int rank) {
-    std::vector<at::Tensor> bytes{part.view(at::kByte)};
-    if (part.numel() > 0) add([&] { return group_.recv(bytes, rank, tag_); });
+    add(part, [&](auto& bytes) { return group_.recv(bytes, rank, tag_); });
   }
 
   void send(const at::Tensor& part, int rank) {
-    std::vector<at::Tensor> bytes{part.view(at::kByte)};
-    if (part.numel() > 0) add([&] { return group_.send(bytes, rank, tag_); });
-  }
-
-  // Any other work, in its place among messages.
-  template <typename Start>
-  void add(const Start& start) {
-    if (left_out_ == 0) {
-      piece_.works.push_back(start());
-    } else {
-      --left_out_;
-    }
+    add(part, [&](auto& bytes) { return group_.send(bytes, rank, tag_); });
   }
 
  private:
   static int tag(size_t round, const Piece& piece);
+
+  template <typename Start>
+  void add(const at::Tensor& part, const Start& start) {
+    if (part.numel() == 0) return;
+    if (left_out_ > 0) {
+      --left_out_;
+      return;
+    }
+    std::vector<at::Tensor> bytes{part.view(at::kByte)};
+    piece_.works.push_back(start(bytes));
+  }
 
   c10d::ProcessGroup& group_;
   Piece& piece_;

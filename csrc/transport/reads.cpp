@@ -3,103 +3,104 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/record_function.h>
-#include <sys/prctl.h>
-#include <sys/uio.h>
-#include <unistd.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
-#include <cstring>
 #include <functional>
-#include <optional>
+#include <thread>
 #include <utility>
 
 #include "device/huge_pages.h"
-#include "device/see.h"
+#include "transport/outbox.h"
 #include "transport/pairs.h"
 
 namespace fastddp {
 namespace {
 
-constexpr int64_t kPartBytes = 1 << 20;  // what a thread reads at a time. It stays in cache until it is added up
-constexpr int kThanks = kMostRounds;     // is added to the tag of letters
+using namespace std::chrono_literals;
 
-ssize_t try_to_read(int process, uint64_t address, void* target, size_t bytes) {
-  const iovec here{target, bytes}, there{reinterpret_cast<void*>(address), bytes};
-  return process_vm_readv(process, &here, 1, &there, 1, 0);
+constexpr int64_t kPartBytes = 1 << 20;   // what a thread reads at a time. It stays in cache until it is added up
+constexpr auto kMeetingTag = 0x4643ffff;  // far from those of pieces, and from the small numbers of users
+
+std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
+  return group.getBackend(at::kCPU)->getBackendOptions()->timeout;
 }
 
-// A shard in the memory of another rank.
-struct Remote {
-  int rank;
-  int process;
-  uint64_t address;
+// What a rank waits for on other ranks' outboxes.
+class Look : public c10d::Work {
+ public:
+  Look(std::vector<RemoteRank> at, uint64_t meeting, std::chrono::milliseconds timeout, const char* name = nullptr)
+      : Work(-1, c10d::OpType::RECV, name), at_(std::move(at)), meeting_(meeting), timeout_(timeout) {}
 
-  // Reads as many elements as `target` has, from element `begin` on.
-  void read(int64_t begin, const at::Tensor& target) const {
-    auto from = address + static_cast<uint64_t>(begin) * target.element_size();
-    auto* to = static_cast<char*>(target.mutable_data_ptr());
-    for (auto left = target.nbytes(); left > 0;) {
-      const auto bytes = try_to_read(process, from, to, left);
-      TORCH_CHECK_WITH(DistBackendError, bytes > 0, "fastddp: this rank could read the memory of rank ", rank,
-                       " (process ", process,
-                       ") when training began, and now it cannot: ", bytes < 0 ? std::strerror(errno) : "nothing came",
-                       ". The process may have ended.", see("FD015"));
-      from += static_cast<uint64_t>(bytes);
-      to += bytes;
-      left -= static_cast<size_t>(bytes);
+  // True also if nothing will come: then wait() raises.
+  bool isCompleted() override {
+    try {
+      while (there_ < at_.size() && is_there(at_[there_])) ++there_;
+      return there_ == at_.size();
+    } catch (const std::exception&) {
+      return true;
     }
   }
-};
-
-// Reads when it is waited for, after the letters, which are earlier works of the piece.
-class Reading : public c10d::Work {
- public:
-  using Read = std::function<void(const std::vector<Remote>&)>;
-
-  // `letters` has an address for each of `from`, or zeros if they could not be asked for, which makes a window fail.
-  Reading(c10d::ProcessGroup& lane, std::optional<int> tag_of_thanks, std::vector<Remote> from, at::Tensor letters,
-          Read read)
-      : Work(-1, c10d::OpType::RECV),
-        lane_(lane),
-        tag_of_thanks_(tag_of_thanks),
-        from_(std::move(from)),
-        letters_(std::move(letters)),
-        read_(std::move(read)) {}
 
   bool wait(std::chrono::milliseconds) override {
-    const auto* const addresses = letters_.const_data_ptr<int64_t>();
-    for (size_t i = 0; i < from_.size(); ++i) from_[i].address = static_cast<uint64_t>(addresses[i]);
-    if (std::ranges::find(from_, 0, &Remote::address) == from_.end()) read_(from_);
-    if (tag_of_thanks_) thank();
+    const auto begin = std::chrono::steady_clock::now();
+    for (size_t looks = 0; there_ < at_.size(); ++looks) {
+      if (is_there(at_[there_])) {
+        ++there_;
+        continue;
+      }
+      TORCH_CHECK_WITH(DistBackendError, !is_aborted_, "fastddp: the wait for rank ", at_[there_].rank, " was aborted");
+      const auto waited = std::chrono::steady_clock::now() - begin;
+      TORCH_CHECK_WITH(DistBackendError, waited < timeout_, "fastddp: rank ", at_[there_].rank, " did not come within ",
+                       timeout_.count(), " ms, the process group's timeout");
+      if (looks < kLooksInARow) {
+        sched_yield();
+      } else {
+        std::this_thread::sleep_for(waited < 10ms ? 20us : 200us);
+      }
+    }
+    come();
     finish();
     return true;
   }
 
-  void abort() override {
-    if (auto* const awaited = awaited_.load()) awaited->abort();
-  }
+  void abort() override { is_aborted_ = true; }
+
+ protected:
+  virtual bool is_there(const RemoteRank& rank) const = 0;
+  virtual void come() {}
+
+  const std::vector<RemoteRank> at_;
+  const uint64_t meeting_;
 
  private:
-  void thank() {
-    const at::DisableRecordFunctionGuard unseen;  // traces show what travels
-    std::vector<at::Tensor> byte{at::zeros({1}, at::kByte)};
-    for (const auto& remote : from_) thanks_.push_back(lane_.send(byte, remote.rank, *tag_of_thanks_));
-    for (const auto& sent : thanks_) {
-      awaited_ = sent.get();
-      sent->wait();
-    }
-  }
+  static constexpr size_t kLooksInARow = 100;
 
-  c10d::ProcessGroup& lane_;
-  const std::optional<int> tag_of_thanks_;
-  std::vector<Remote> from_;
-  const at::Tensor letters_;
-  const Read read_;
-  Works thanks_;
-  std::atomic<c10d::Work*> awaited_{nullptr};
+  const std::chrono::milliseconds timeout_;
+  size_t there_ = 0;  // the first ones
+  std::atomic<bool> is_aborted_{false};
+};
+
+// They have read what this rank has lent.
+class Thanks : public Look {
+ public:
+  using Look::Look;
+
+ protected:
+  bool is_there(const RemoteRank& rank) const override { return rank.has_ended(meeting_); }
+};
+
+// A shard in the memory of another rank.
+struct Remote {
+  RemoteRank rank;
+  uint64_t address;
+
+  // Reads as many elements as `target` has, from element `begin` on.
+  void read(int64_t begin, const at::Tensor& target) const {
+    const auto from = address + static_cast<uint64_t>(begin) * target.element_size();
+    rank.read(from, target.mutable_data_ptr(), target.nbytes());
+  }
 };
 
 // Calls function(begin, count) for parts of `elements`, by all threads.
@@ -114,104 +115,140 @@ void for_parts(int64_t elements, int64_t elements_in_a_part, const Function& fun
   });
 }
 
+// Bytes of a shard, from those of the first one. They are the same on all ranks.
+uint64_t offset(const Shards& shards, size_t place) {
+  return static_cast<uint64_t>(shards[place].storage_offset() - shards[0].storage_offset()) * shards[0].element_size();
+}
+
 class Reads : public Stages {
  public:
-  Reads(Level level, Processes processes) : Stages(std::move(level)), processes_(std::move(processes)) {}
+  Reads(Level level, const Processes& processes, c10d::ProcessGroup& lane)
+      : Stages(std::move(level)), timeout_(timeout_of(lane)) {
+    const auto outboxes = exchange_outboxes(lane);
+    for (size_t place = 0; place < level_.ranks.size(); ++place) {
+      const auto rank = level_.ranks[place];
+      ranks_.push_back({rank, processes[static_cast<size_t>(rank)], outboxes[place]});
+    }
+  }
 
-  void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards,
-                 const Sum& sum) const override {
-    Meeting meeting{round, lane, piece, sum.is_last};
-    if (owns_a_shard() && shards[level_.place].numel() > 0) meeting.from = others(level_.ranks.size());
-    for (const auto owner : others(shards.size())) meeting.lend(owner, shards[owner]);
-    const auto& own = shards[owns_a_shard() ? level_.place : 0];
-    start(meeting, [this, own, sum, bucket = piece.bucket](const auto& remotes) { add_up(bucket, remotes, own, sum); });
+  void start_sum(size_t round, c10d::ProcessGroup&, Piece& piece, const Shards& shards, const Sum& sum) const override {
+    const bool reads = owns_a_shard() && shards[level_.place].numel() > 0;
+    const auto owners = with_elements(shards);
+    const auto add = [this, shards, sum, bucket = piece.bucket](const auto& from) {
+      add_up(bucket, from, shards, sum);
+    };
+    start(round, piece, shards, {reads ? others(level_.ranks.size()) : Places(), level_.place, add},
+          sum.is_last ? owners : Places());
   }
 
   // Done where the shards were read.
   void add_up(const Piece&, const Shards&, const Sum&) const override {}
 
-  void start_spread(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
-    Meeting meeting{round, lane, piece, true};
-    for (const auto owner : others(shards.size())) {
-      if (shards[owner].numel() > 0) meeting.from.push_back(owner);
-    }
-    if (owns_a_shard()) {
-      for (const auto other : others(level_.ranks.size())) meeting.lend(other, shards[level_.place]);
-    }
-    start(meeting, [shards, from = meeting.from](const auto& remotes) {
-      for (size_t i = 0; i < from.size(); ++i) {
-        const auto& shard = shards[from[i]];
+  void start_spread(size_t round, c10d::ProcessGroup&, Piece& piece, const Shards& shards) const override {
+    const auto owners = with_elements(shards);
+    const bool lends = owns_a_shard() && shards[level_.place].numel() > 0;
+    const auto copy = [shards, owners](const std::vector<Remote>& from) {
+      for (size_t i = 0; i < owners.size(); ++i) {
+        const auto& shard = shards[owners[i]];
         for_parts(shard.numel(), kPartBytes / shard.element_size(),
-                  [&](int64_t begin, int64_t count) { remotes[i].read(begin, shard.narrow(0, begin, count)); });
+                  [&](int64_t begin, int64_t count) { from[i].read(begin, shard.narrow(0, begin, count)); });
       }
-    });
+    };
+    start(round, piece, shards, {owners, std::nullopt, copy}, lends ? others(level_.ranks.size()) : Places());
   }
 
  private:
-  // Which ranks of the level, by place, this rank reads from, and what it lends to which.
-  struct Meeting {
-    size_t round;
-    c10d::ProcessGroup& lane;
-    Piece& piece;
-    bool with_thanks;
-    std::vector<size_t> from;
-    std::vector<std::pair<size_t, at::Tensor>> lent;
+  using Places = std::vector<size_t>;
 
-    void lend(size_t to, const at::Tensor& shard) {
-      if (shard.numel() > 0) lent.emplace_back(to, shard);
-    }
+  // Whose memory this rank reads, which shard there (none: their own), and what it does with that.
+  struct Plan {
+    Places from;
+    std::optional<size_t> shard;
+    std::function<void(const std::vector<Remote>&)> read;
   };
 
-  void start(const Meeting& meeting, Reading::Read read) const {
-    Messages messages{meeting.lane, meeting.piece, meeting.round};
-    const auto letters = at::zeros({static_cast<int64_t>(meeting.from.size())}, at::kLong);
-    std::vector<Remote> remotes;
-    for (const auto place : meeting.from) {
-      const auto rank = level_.ranks[place];
-      messages.receive(letters.narrow(0, static_cast<int64_t>(remotes.size()), 1), rank);
-      remotes.push_back({rank, processes_[static_cast<size_t>(rank)], 0});
+  class Reading : public Look {
+   public:
+    Reading(const Reads& reads, uint64_t meeting, uint64_t tag, const Shards& shards, Plan plan)
+        : Look(reads.ranks_at(plan.from), meeting, reads.timeout_, "gloo:recv"),
+          outbox_(reads.outbox_),
+          tag_(tag),
+          plan_(std::move(plan)) {
+      for (const auto place : plan_.from) offsets_.push_back(offset(shards, plan_.shard.value_or(place)));
     }
-    for (const auto& [to, shard] : meeting.lent) {
-      messages.send(at::full({1}, reinterpret_cast<int64_t>(shard.const_data_ptr()), at::kLong), level_.ranks[to]);
+
+    // If nobody has waited for it, it reads nothing any more.
+    ~Reading() override { outbox_.end(meeting_); }
+
+   protected:
+    bool is_there(const RemoteRank& rank) const override { return rank.has_begun(meeting_); }
+
+    void come() override {
+      std::vector<Remote> from;
+      for (size_t i = 0; i < at_.size(); ++i) from.push_back({at_[i], at_[i].address(meeting_, tag_) + offsets_[i]});
+      plan_.read(from);
+      outbox_.end(meeting_);
     }
-    const auto thanks = meeting.with_thanks ? std::optional(messages.tag() + kThanks) : std::nullopt;
-    if (!remotes.empty()) {
-      messages.add(
-          [&] { return c10::make_intrusive<Reading>(meeting.lane, thanks, remotes, letters, std::move(read)); });
+
+   private:
+    const Outbox outbox_;
+    const uint64_t tag_;
+    const Plan plan_;
+    std::vector<uint64_t> offsets_;
+  };
+
+  void start(size_t round, Piece& piece, const Shards& shards, Plan plan, const Places& thanks_from) const {
+    if (piece.sent > 0) return;
+    const auto meeting = meetings_++;
+    const auto tag = static_cast<uint64_t>(piece.tag) * kMostRounds + round;
+    const auto* const memory = static_cast<const char*>(shards[0].storage().data());
+    outbox_.begin(meeting, tag,
+                 reinterpret_cast<uint64_t>(memory) +
+                     static_cast<uint64_t>(shards[0].storage_offset()) * shards[0].element_size());
+    if (plan.from.empty()) {
+      outbox_.end(meeting);
+    } else {
+      piece.works.push_back(c10::make_intrusive<Reading>(*this, meeting, tag, shards, std::move(plan)));
     }
-    if (!thanks) return;
-    const at::DisableRecordFunctionGuard unseen;
-    for (const auto& [to, shard] : meeting.lent) {
-      std::vector<at::Tensor> byte{at::zeros({1}, at::kByte)};
-      meeting.piece.thanks.push_back(meeting.lane.recv(byte, level_.ranks[to], *thanks));
-    }
+    if (!thanks_from.empty())
+      piece.thanks.push_back(c10::make_intrusive<Thanks>(ranks_at(thanks_from), meeting, timeout_));
   }
 
-  std::vector<size_t> others(size_t count) const {
-    std::vector<size_t> places;
-    for_others(level_, count, [&](size_t place) { places.push_back(place); });
-    return places;
+  std::vector<uint64_t> exchange_outboxes(c10d::ProcessGroup& lane) const {
+    const auto count = static_cast<int64_t>(level_.ranks.size());
+    const auto outboxes = at::full({count}, static_cast<int64_t>(outbox_.address()), at::kLong);
+    Works works;
+    for_others(level_, level_.ranks.size(), [&](size_t other) {
+      std::vector<at::Tensor> theirs{outboxes.narrow(0, static_cast<int64_t>(other), 1)};
+      works.push_back(lane.recv(theirs, level_.ranks[other], kMeetingTag));
+    });
+    std::vector<at::Tensor> own{at::full({1}, static_cast<int64_t>(outbox_.address()), at::kLong)};
+    for_others(level_, level_.ranks.size(),
+               [&](size_t other) { works.push_back(lane.send(own, level_.ranks[other], kMeetingTag)); });
+    for (const auto& work : works) work->wait();
+    const auto* const found = outboxes.const_data_ptr<int64_t>();
+    return {found, found + count};
   }
 
   // Ranks are added in the order of Pairs.
-  void add_up(size_t bucket, const std::vector<Remote>& remotes, const at::Tensor& own, const Sum& sum) const {
+  void add_up(size_t bucket, const std::vector<Remote>& remotes, const Shards& shards, const Sum& sum) const {
+    const auto& own = shards[level_.place];
     const auto unit = sum.adder != nullptr ? sum.adder->unit() : 1, size = static_cast<int64_t>(own.element_size());
-    const auto others = static_cast<int64_t>(remotes.size());
-    const auto part = std::max<int64_t>(1, kPartBytes / (size * unit * others)) * unit;
+    const auto count_of_others = static_cast<int64_t>(remotes.size());
+    const auto part = std::max<int64_t>(1, kPartBytes / (size * unit * count_of_others)) * unit;
     const auto bytes = std::min(part, own.numel()) * size;
-    const auto copies = copies_of_threads(bytes * others);
+    const auto copies = copies_of_threads(bytes * count_of_others);
+    const auto places = others(level_.ranks.size());
     for_parts(own.numel(), part, [&](int64_t begin, int64_t count) {
       std::vector<at::Tensor> parts(level_.ranks.size());
       parts[level_.place] = own.narrow(0, begin, count);
-      auto copy = copies.select(0, at::get_thread_num());
-      for (const auto& remote : remotes) {
-        auto& into = parts[place_of(remote)];
-        into = copy.narrow(0, 0, count * size).view(own.scalar_type());
-        remote.read(begin, into);
-        copy = copy.narrow(0, bytes, copy.numel() - bytes);
+      for (size_t i = 0; i < remotes.size(); ++i) {
+        const auto copy =
+            copies.select(0, at::get_thread_num()).narrow(0, static_cast<int64_t>(i) * bytes, count * size);
+        parts[places[i]] = copy.view(own.scalar_type());
+        remotes[i].read(begin, parts[places[i]]);
       }
-      const auto target = sum.target.narrow(0, begin, count);
-      sum_parts(level_, bucket, parts, target, sum.adder);
+      sum_parts(level_, bucket, parts, sum.target.narrow(0, begin, count), sum.adder);
     });
   }
 
@@ -227,25 +264,32 @@ class Reads : public Stages {
     return copies_.narrow(0, 0, threads * bytes).view({threads, bytes});
   }
 
-  size_t place_of(const Remote& remote) const {
-    return static_cast<size_t>(std::ranges::find(level_.ranks, remote.rank) - level_.ranks.begin());
+  Places others(size_t count) const {
+    Places places;
+    for_others(level_, count, [&](size_t place) { places.push_back(place); });
+    return places;
   }
 
-  const Processes processes_;
+  Places with_elements(const Shards& shards) const {
+    auto places = others(shards.size());
+    std::erase_if(places, [&](size_t place) { return shards[place].numel() == 0; });
+    return places;
+  }
+
+  std::vector<RemoteRank> ranks_at(const Places& places) const {
+    std::vector<RemoteRank> ranks;
+    for (const auto place : places) ranks.push_back(ranks_[place]);
+    return ranks;
+  }
+
+  const Outbox outbox_;
+  const std::chrono::milliseconds timeout_;
+  std::vector<RemoteRank> ranks_;  // of the level
+  mutable uint64_t meetings_ = 0;
   mutable at::Tensor copies_;
 };
 
 }  // namespace
-
-void let_siblings_read() {
-  prctl(PR_SET_PTRACER, getppid(), 0, 0, 0);  // fails without Yama, where it is not needed
-}
-
-bool has_bytes(int process, uint64_t address, const std::string& bytes) {
-  std::string found(bytes.size(), '\0');
-  const auto count = try_to_read(process, address, found.data(), found.size());
-  return count == static_cast<ssize_t>(bytes.size()) && found == bytes;
-}
 
 bool can_read(const Level& level, const Processes& processes) {
   return std::ranges::all_of(level.ranks, [&](int rank) {
@@ -253,8 +297,8 @@ bool can_read(const Level& level, const Processes& processes) {
   });
 }
 
-std::unique_ptr<Stages> make_reads(Level level, Processes processes) {
-  return std::make_unique<Reads>(std::move(level), std::move(processes));
+std::unique_ptr<Stages> make_reads(Level level, const Processes& processes, c10d::ProcessGroup& lane) {
+  return std::make_unique<Reads>(std::move(level), processes, lane);
 }
 
 }  // namespace fastddp

@@ -9,26 +9,20 @@
 namespace fastddp {
 
 // Note [Reads]
-// Between processes of one machine, a message over gloo is copied into the kernel and out of it again, through TCP. Linux also lets a
-// process read another one's memory, with one copy (process_vm_readv(2), as MPI does). So a rank sends a *letter*, which says
-// where a shard is, and the receiver reads the shard when it waits for it: to its place, or a part at a time, which it adds up
-// while the part is in cache. After that it sends *thanks*: the memory may change now. Owners wait for thanks when they have no
-// further use of a piece, not sooner, since other ranks may first need messages of later buckets. Where the same ranks spread what
-// comes of a sum there are no thanks for its shards, because a sum that has come says that they were read.
+// Between processes of one machine, a message over gloo is copied into the kernel and out of it again, through TCP, and wakes a
+// thread on either side. Linux also lets a process read another one's memory, with one copy (process_vm_readv(2), as MPI does). So a
+// rank writes into its outbox where a piece is (note [Outboxes], outbox.h). The others look there. They read their shards when they
+// wait for them: to their place, or a part at a time, which is added up while it is in cache. Then they write into
+// their outboxes that they have read: the memory may change now. Its owner waits for that when it has no further use of a piece, not sooner.
+// Where the same ranks spread what comes of a sum nobody waits for that of its shards, because a sum that is there says so.
 //
-// The thread that waits does the work, so all ranks have to wait at the same point of the program, and in the same order. That holds in
-// backward and in a step. It does not where some ranks may look at parameters and others not.
-
-// Ubuntu's kernel (Yama, ptrace_scope 1) allows reads only by processes that were named. Names those that have this one's parent, as
-// the ranks of a launcher do.
-void let_siblings_read();
-
-// Whether `process` has these bytes at `address`. False also where it may not be read.
-bool has_bytes(int process, uint64_t address, const std::string& bytes);
+// The thread that waits does the work, so all ranks have to wait at the same point of the program. That holds in backward and in a
+// step. It does not where some ranks may look at parameters and others not.
 
 // Whether all ranks of the level can read each other.
 bool can_read(const Level& level, const Processes& processes);
 
-std::unique_ptr<Stages> make_reads(Level level, Processes processes);
+// Tells the level's ranks about its outbox, by messages over `lane`: all of them call it together.
+std::unique_ptr<Stages> make_reads(Level level, const Processes& processes, c10d::ProcessGroup& lane);
 
 }  // namespace fastddp

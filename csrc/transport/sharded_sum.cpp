@@ -18,8 +18,7 @@ class ShardedSum : public Transport {
         levels_(levels),
         device_(device),
         in_pairs_(goes_in_pairs(*lanes_.first(), device)) {
-    for (const auto& level : levels)
-      stages_.push_back(in_pairs_ ? make_pairs(level, lanes_.processes()) : make_all_to_all(level));
+    for (const auto& level : levels) stages_.push_back(in_pairs_ ? make_pairs(level, lanes_) : make_all_to_all(level));
   }
 
   void set_adder(Adder* adder) override {

@@ -174,8 +174,8 @@ class Collectives : public Stages {
 
 }  // namespace
 
-std::unique_ptr<Stages> make_pairs(Level level, const Processes& processes) {
-  if (can_read(level, processes)) return make_reads(std::move(level), processes);
+std::unique_ptr<Stages> make_pairs(Level level, const Lanes& lanes) {
+  if (can_read(level, lanes.processes())) return make_reads(std::move(level), lanes.processes(), *lanes.first());
   return std::make_unique<Pairs>(std::move(level));
 }
 
@@ -193,7 +193,7 @@ bool goes_in_pairs(c10d::ProcessGroup& group, c10::Device device) {
 
 std::unique_ptr<Stages> make_stages(const Lanes& lanes, c10::Device device, bool own_sums) {
   const auto level = all_ranks(static_cast<size_t>(lanes.ranks()), lanes.first()->getRank());
-  if (goes_in_pairs(*lanes.first(), device)) return make_pairs(level, lanes.processes());
+  if (goes_in_pairs(*lanes.first(), device)) return make_pairs(level, lanes);
   return own_sums ? make_all_to_all(level) : make_collectives(level);
 }
 

@@ -30,8 +30,8 @@ struct Piece {
   size_t added_up = 0;  // how many rounds
 };
 
-// Rounds may overlap in a group: tags tell those of a piece apart, and what is sent back in a round.
-constexpr uint32_t kMostRounds = 4, kTagsOfAPiece = 2 * kMostRounds;
+// Rounds may overlap in a group: a tag tells those of a piece apart.
+constexpr uint32_t kMostRounds = 4;
 
 // Where the sum of this rank's shard goes, and what adds it up.
 struct Sum {
@@ -67,7 +67,7 @@ class Stages {
 // pairs of ranks, receives started first, use both directions at once and copy nothing. They take host memory only, and do not
 // check what they are given. Gloo's collectives take memory of a GPU through the host.
 // Where all ranks of the level may read each other's memory, they do that in place of messages: note [Reads], reads.h.
-std::unique_ptr<Stages> make_pairs(Level level, const Processes& processes);
+std::unique_ptr<Stages> make_pairs(Level level, const Lanes& lanes);
 
 // One all-to-all, and sums of our own: in fp32 for 16 bits, or the adder's. Shards that are no equal parts of the wire, in the order
 // of ranks, are copied first.
