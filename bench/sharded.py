@@ -9,7 +9,7 @@ contestant's by as much as rounding explains: else a row says WRONG.
 `--memory` weighs instead, with processes for each contestant. `peak_mib` says how far their resident set grew from
 before the model was built, in several steps. `held` and the peaks are bytes a parameter in tensors, as torch's
 profiler counts what is allocated: after the last step, before `zero_grad`; and at most, with activations. `formula` is
-what `held` should be without the room in which gloo receives; with `lazy_bucket_allocation` there is none after a step.
+what `held` should be.
 
 `--rate 1gbit` has a cable of that rate between two ranks (`bench.network`). `--bytes` measures nothing: it computes
 what a rank holds of so many parameters.
@@ -54,9 +54,11 @@ HELD = {
     "fastddp": (16, 0),  # parameters and gradients 4 each; state 8
     "zero": (12, 8),
     "sharded": (8, 8),  # parameters and wires 4 each; state 8
+    "sharded-lazy": (4, 12),  # parameters 4; gradients 4 and state 8
     "fsdp2": (0, 16),
     "fastddp-bf16": (18, 0),  # parameters 2, gradients and copies 4 each; state 8
     "sharded-bf16": (6, 12),  # parameters 2, wires 4; copies 4 and state 8
+    "sharded-lazy-bf16": (2, 16),  # parameters 2; gradients 4, copies 4 and state 8
     "fsdp2-bf16": (0, 16),
 }
 
@@ -65,9 +67,9 @@ def bytes_a_parameter(name: str, ranks: int) -> float | None:
     """What a rank holds after a step; None: there is no formula.
 
     >>> bytes_a_parameter("sharded-lazy", 8), bytes_a_parameter("sharded-bf16", 8), bytes_a_parameter("torch", 8)
-    (9.0, 7.5, 20.0)
+    (5.5, 7.5, 20.0)
     """
-    each, together = HELD.get(name.removesuffix("-lazy"), (None, 0))
+    each, together = HELD.get(name, (None, 0))
     return None if each is None else each + together / ranks
 
 
@@ -128,7 +130,7 @@ def _fsdp2(model: Any, **policy: Any) -> nn.Module:
 
 
 _BF16: dict[str, Any] = {"dtype": torch.bfloat16, "main_grads": "grad"}
-_LAZY: dict[str, Any] = {"lazy_bucket_allocation": True}
+_LAZY: dict[str, Any] = {"lazy_bucket_allocation": True, "bucket_cap_mb": 4}
 _FSDP2_BF16 = partial(_fsdp2, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 # By name, what wraps a model and what makes its optimizer. The noise floor has a name of its own.
@@ -139,7 +141,6 @@ CONTESTANTS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Modu
     "fastddp-again": (_fastddp, _adamw),
     "zero": (TorchDDP, _zero),
     "sharded": (_fastddp, _sharded),
-    "sharded-views": (partial(_fastddp, gradient_as_bucket_view=True), _sharded),
     "sharded-lazy": (partial(_fastddp, **_LAZY), _sharded),
     "fsdp2": (_fsdp2, _adamw),
     "fastddp-int8": (_int8, _adamw),
@@ -147,7 +148,8 @@ CONTESTANTS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Modu
     "sharded-int8-forward": (_int8, partial(_sharded, parameter_wire=torch.bfloat16, gather="forward")),
     "sharded-forward": (_fastddp, partial(_sharded, gather="forward")),
     "fastddp-bf16": (partial(_fastddp, **_BF16), OnCopies),
-    "sharded-bf16": (partial(_fastddp, **_BF16, **_LAZY), _sharded),
+    "sharded-bf16": (partial(_fastddp, **_BF16), _sharded),
+    "sharded-lazy-bf16": (partial(_fastddp, **_BF16, **_LAZY), _sharded),
     "fsdp2-bf16": (_FSDP2_BF16, _adamw),
 }
 _TIMED = ("torch", "torch-again", "fastddp", "zero", "sharded", "fsdp2")

@@ -45,7 +45,7 @@ at::Tensor OwnShard::take_kept(size_t span) {
 
 void OwnShard::take(Bucket& bucket, const at::Tensor& wire) {
   spans.window.reset();
-  if (wire.scalar_type() == spans.layout.gradient_dtype()) return bind(bucket, wire);
+  if (wire.scalar_type() == spans.layout.gradient_dtype() && !bucket.lends_wire()) return bind(bucket, wire);
   std::vector<Slot> slots;
   for (size_t span = 0; span < spans.size(); ++span) {
     const auto part = view_of(wire, spans.layout[span].like, static_cast<size_t>(place(span)));

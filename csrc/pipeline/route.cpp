@@ -71,6 +71,8 @@ void Route::finish(Bucket& bucket) {
   wait_for_sum(codec_->legs() - 1, bucket);
   codec_->decode(bucket);
   forget_window(bucket);
+  // On a device the memory of a lent wire has to wait for the caller's stream: note [Lent wires], bucket/wire.h.
+  if (bucket.lends_wire() && !has_streams(bucket.device())) bucket.wire.drop();
 }
 
 void Route::let_wires_go() {

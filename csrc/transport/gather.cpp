@@ -32,9 +32,9 @@ void Gather::start(size_t bucket, const at::Tensor& memory) {
 void Gather::wait(size_t bucket) {
   auto& piece = pieces_[bucket];
   const Interruption::Scope interruptible(*interruption_, device_);
+  const auto memory = std::exchange(piece.wire, {});  // also if a wait raises
   wait_for(std::exchange(piece.works, {}));
   wait_for(std::exchange(piece.thanks, {}));
-  piece.wire.reset();
   piece.shards.clear();
 }
 

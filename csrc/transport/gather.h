@@ -21,7 +21,7 @@ class Gather {
   // Returns at once if the bucket is not on its way. On a device with streams only the current stream waits, if the process group
   // allows it.
   void wait(size_t bucket);
-  bool is_on_its_way(size_t bucket) const { return !pieces_[bucket].works.empty(); }
+  bool is_on_its_way(size_t bucket) const { return pieces_[bucket].wire.defined(); }
 
  private:
   const Lanes lanes_;

@@ -205,6 +205,9 @@ class Training:
         self.rank, self.exchange = rank, exchange
         codec = CODECS[exchange.codec]
         hierarchy = "node" if exchange.has_nodes else None
+        by = "parameters" if "parameters" in exchange.levels else "elements"
+        if exchange.is_sharded and by == "parameters":
+            options |= {"lazy_bucket_allocation": True}
         with nodes_of_two(rank):
             self.model = fastddp.DistributedDataParallel(
                 Waves().to(exchange.device, dtype),
@@ -217,7 +220,6 @@ class Training:
             self.model.register_comm_hook(self.state, codec.hook)
         self.optimizer = None
         if exchange.is_sharded:
-            by = "parameters" if "parameters" in exchange.levels else "elements"
             self.optimizer = fastddp.ShardedOptimizer(self.model, torch.optim.SGD, lr=0.0, shard=by)
 
     def loss(self, window: int, *how: Any, passes: int = 1) -> Tensor:

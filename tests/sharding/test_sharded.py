@@ -121,6 +121,7 @@ def test_parameters_are_those_of_the_replicated_optimizer(rank: int, hook: str, 
 WRAPPERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},
+    "lent wires": {"lazy_bucket_allocation": True, "local": 2},
     "static graph": {"static_graph": True},
     "unused parameters": {"find_unused_parameters": True},
     "accumulation": {"local": 2},

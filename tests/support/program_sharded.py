@@ -26,7 +26,7 @@ from program_execution import (
     wrap_in_reference,
 )
 from program_hooks import plans_at_once
-from programs import AUTO, EIGHT_BITS, Change, Load, Op, Program, Save, Step
+from programs import AUTO, EIGHT_BITS, Backward, Change, Load, Op, Program, Save, Step, TwoBackwards
 
 MOMENTUM = 0.5
 
@@ -63,6 +63,8 @@ class WithMomentum(Execution):
             return
         if self.averaged and not self.begun and self.program.options.hook in (*EIGHT_BITS, *AUTO):
             super().run(Change("none"))  # because replicated gradients would travel again
+        if isinstance(op, TwoBackwards) and self.program.options.hook in (*EIGHT_BITS, *AUTO):
+            op = Backward()  # another order of gradients makes a replicated model alone rebuild its buckets
         if isinstance(op, Save):
             self._save(op.whole)
         elif isinstance(op, Load):
