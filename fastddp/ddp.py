@@ -90,7 +90,8 @@ class DistributedDataParallel(Additions):
         lazy_bucket_allocation: give the memory of the wires back to the allocator after each backward. This works where
             a hook of fastddp's sends 16 bits, 8 bits or PowerSGD's factors. Otherwise gradients live in the wires,
             which stay. With a ``ShardedOptimizer`` every wire is given back, so that a rank keeps its own part of the
-            gradients alone; on the CPU as soon as a bucket is averaged. Wires between nodes (``hierarchy``) stay, and so do all once a step is captured as a graph.
+            gradients alone; on the CPU as soon as a bucket is averaged. Wires between nodes (``hierarchy``) stay, and
+            so do all once a step is captured as a graph.
         buckets: a plan that another model's :meth:`bucket_plan` returned, or the file it was saved to. The model uses
             these buckets, and does not rebuild them after the first step.
         gradient_average: "mean" or "sum" over ranks; or this rank's weight w, which makes gradients sum(w g) / sum(w)
