@@ -6,6 +6,10 @@ on its slowest rank. The time of the last one in a row ends when all its paramet
 contestant that is named. At the end all ranks must have the same parameters, and the loss may differ from the first
 contestant's by as much as rounding explains: else a row says WRONG.
 
+What a contestant frees changes how the allocator of its process treats others. With `--alone N` contestants have
+processes of their own, which take all their steps, and each contestant has N turns. Rows then have the medians of
+turns, and ratios are the medians of those within a round of turns.
+
 `--memory` weighs instead, with processes for each contestant. `peak_mib` says how far their resident set grew from
 before the model was built, in several steps. `held` and the peaks are bytes a parameter in tensors, as torch's
 profiler counts what is allocated: after the last step, before `zero_grad`; and at most, with activations. `formula` is
@@ -20,6 +24,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -225,8 +230,7 @@ def measure(names: list[str], options: argparse.Namespace) -> list[harness.Row]:
     rows = []
     for index, name in enumerate(names):
         samples, first = times[index].tolist(), times[0].tolist()
-        off = abs(float(losses[index] / losses[0]) - 1)
-        is_close = off <= (0.05 if re.search("int8|bf16", name) else 1e-3)
+        off, is_close = _compared(name, float(losses[index]), float(losses[0]))
         row = {
             "rounds": options.rounds,
             "in_a_row": options.in_a_row,
@@ -235,10 +239,34 @@ def measure(names: list[str], options: argparse.Namespace) -> list[harness.Row]:
             "ratio": harness.Percentiles.of(samples).median / harness.Percentiles.of(first).median,
             "paired_ratio": harness.paired_ratio(samples, first),
             **{f"{part}_ms": float(parts[index, :, place].median()) for place, part in enumerate(_PARTS)},
+            "loss": float(losses[index]),
             "loss_difference": off,
             "result": "ranks agree" if agree[index] and is_close else "WRONG",
         }
         rows.append(_facts(options, name) | harness.rounded(row, 6))
+    return rows
+
+
+def _compared(name: str, loss: float, first: float) -> tuple[float, bool]:
+    """How far a loss is from the first contestant's, and whether rounding explains it."""
+    off = abs(loss / first - 1)
+    return off, off <= (0.05 if re.search("int8|bf16", name) else 1e-3)
+
+
+def measure_alone(names: list[str], options: argparse.Namespace) -> list[harness.Row]:
+    """What `measure` finds of each contestant in processes of its own, in turns."""
+    run = partial(harness.spawn_ranks, measure, ranks=options.ranks, threads=options.threads)
+    turns = [[run(arguments=([name], options))[0] for name in names] for _ in range(options.alone)]
+    rows = []
+    for place, name in enumerate(names):
+        own = [turn[place] for turn in turns]
+        ratio = statistics.median(turn[place]["median_ms"] / turn[0]["median_ms"] for turn in turns)
+        off, is_close = _compared(name, own[0]["loss"], turns[0][0]["loss"])
+        agree = all(one["result"] == "ranks agree" for one in own)
+        row = {key: statistics.median(one[key] for one in own) for key in own[0] if key.endswith("_ms")}
+        row |= {"reference": names[0], "ratio": ratio, "paired_ratio": ratio, "loss_difference": off}
+        result = "ranks agree" if agree and is_close else "WRONG"
+        rows.append(own[0] | harness.rounded(row, 6) | {"alone": options.alone, "result": result})
     return rows
 
 
@@ -288,6 +316,11 @@ def main() -> None:
             run = partial(harness.spawn_ranks, arguments=(name, options), ranks=options.ranks, threads=options.threads)
             rows.append(run(partial(weigh, counts=False))[0] | run(partial(weigh, counts=True))[0])
         harness.report(rows, [memory_table(rows)], options.json)
+    elif options.alone:
+        rows = measure_alone(options.contestant or list(_TIMED), options)
+        rows = [row | {"rate": network.LOOPBACK} for row in rows]
+        harness.report(rows, [step_table(rows)], options.json)
+        harness.exit_if_wrong(rows, "{contestant}", "parameters or losses are not what they should be")
     elif not network.is_skipped(MODULE, options.rate):
         rows = []
         for rate in options.rate:
@@ -305,6 +338,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--contestant", "--contestants", nargs="+", choices=[*CONTESTANTS], help="the first is the reference of ratios")
     add("--rate", nargs="+", default=[network.LOOPBACK], help="of a cable between two ranks (default: no cable)")
     add("--in-a-row", type=int, default=1, help="steps of a contestant before the next one's (default: %(default)s)")
+    add("--alone", type=int, default=0, help="turns of contestants that have processes of their own")
     add("--memory", action="store_true", help="weigh instead of timing")
     add("--layers", type=int, default=15, help="default: %(default)s")
     add("--width", type=int, default=512, help="a multiple of 8 (default: %(default)s)")
