@@ -122,9 +122,7 @@ class Parts:
         before, inner_before = self._shards, self.inner
         if before is not None:
             before.begin_step()  # copies in fp32 follow what others have written
-        self._shards = shards = Shards(
-            self.now, whole=self.whole, wire=self._wire, waits_in_step=self.waits_in_step
-        )
+        self._shards = shards = Shards(self.now, whole=self.whole, wire=self._wire, waits_in_step=self.waits_in_step)
         self.inner = [self._inner_of(bucket) for bucket in shards.buckets]
         if before is not None:
             before.release()
