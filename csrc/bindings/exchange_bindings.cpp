@@ -6,8 +6,8 @@
 #include "device/huge_pages.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/trial.h"
-#include "transport/outbox.h"
 #include "transport/gather.h"
+#include "transport/outbox.h"
 #include "transport/sum_audit.h"
 
 namespace fastddp {

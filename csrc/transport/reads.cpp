@@ -24,7 +24,11 @@ constexpr int64_t kPartBytes = 1 << 20;   // what a thread reads at a time. It s
 constexpr auto kMeetingTag = 0x4643ffff;  // far from those of pieces, and from the small numbers of users
 
 std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
-  return group.getBackend(at::kCPU)->getBackendOptions()->timeout;
+  try {
+    return group.getBackend(at::kCPU)->getBackendOptions()->timeout;
+  } catch (const std::exception&) {  // gloo of an older torch does not say
+    return kBackendDefaultTimeout;
+  }
 }
 
 // What a rank waits for on other ranks' outboxes.
