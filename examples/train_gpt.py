@@ -148,7 +148,7 @@ class Demo:
     def train_with_eight_bits(self) -> Contestant:
         """Part 3."""
         self.begin("3. Gradients of 8 bits")
-        # Ranks of one machine would read each other's memory, and nothing would travel. These send what two machines do.
+        # Ranks of one machine would read each other's memory, and nothing would travel. These send what two would.
         with mock.patch("fastddp.exchange.placement._processes", return_value=()):
             eight = with_eight_bits(self.arguments, self.job)
             self.training.run(eight)

@@ -270,6 +270,7 @@ void Route::forget_window(const Bucket& bucket) {
     auto& message = message_of(bucket, leg);
     auto& last = message.last_bucket();
     if (&last != &bucket) continue;
+    // Orders no gradients.
     for (auto& piece : message.pieces) wait_for(std::exchange(piece.thanks, {}));
     for (const auto& wire : message.wires) last.note_use_of_wire(wire);
     for (const auto& sum : message.sums) last.note_use_of_wire(sum);

@@ -34,6 +34,7 @@ void Gather::wait(size_t bucket) {
   const Interruption::Scope interruptible(*interruption_, device_);
   const auto memory = std::exchange(piece.wire, {});  // also if a wait raises
   wait_for(std::exchange(piece.works, {}));
+  // Orders no gradients.
   wait_for(std::exchange(piece.thanks, {}));
   piece.shards.clear();
 }
