@@ -68,7 +68,7 @@ class Exchange {
   // Note [Ticks]. Called on the stream of the last gradient of bucket `tick`.
   virtual void tick(size_t tick) = 0;
 
-  // Whether finish() would not block the calling thread.
+  // Whether finish() would not block the calling thread. Reads what has come, where ranks read: note [Reads], transport/reads.h.
   virtual bool arrived(const Bucket& bucket) = 0;
 
   // Called once the last collective of `bucket` has started. Calls `call` when the collective is done, from any thread. On a

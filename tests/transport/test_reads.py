@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import fastddp
 from fastddp import _C, comm_hooks
 from fastddp.exchange import placement
+from fastddp.sharding.shards import Shards
 from nodes import Traffic, by_messages, on_machines
 from on_ranks import on_ranks
 from ranks import RankPool
@@ -107,6 +109,28 @@ def test_a_sharded_step_sends_no_messages(rank: int) -> None:
             optimizer.step()
         sent.append(traffic.messages)
     assert sent[-1] == []
+
+
+@on_ranks(2)
+def test_parameters_may_change_when_a_step_has_returned_though_another_rank_reads_late(rank: int) -> None:
+    def wait_late(shards: Shards) -> None:
+        time.sleep(0.1)
+        wait(shards)
+
+    wait = Shards.wait
+    model = fastddp.DistributedDataParallel(nn.Linear(700, 700, bias=False))
+    optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 700)).sum().backward()
+        with torch.no_grad():
+            model.module.weight.fill_(2.0)
+        with mock.patch.object(Shards, "wait", wait_late if rank == 1 else wait):
+            optimizer.step()
+        if rank == 0:
+            model.module.weight.detach().zero_()
+        else:
+            assert torch.equal(model.module.weight, torch.full((700, 700), 1.5))
 
 
 @on_ranks(2)
