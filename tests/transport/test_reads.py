@@ -134,6 +134,22 @@ def test_parameters_may_change_when_a_step_has_returned_though_another_rank_read
 
 
 @on_ranks(2)
+def test_a_wire_is_given_back_when_another_rank_has_read_it(rank: int) -> None:
+    """Rank 0 has finished its first bucket while rank 1 is still busy; memory of that length is unmapped when freed."""
+    size = 3000
+    module = nn.Sequential(nn.Linear(size, size, bias=False), nn.Linear(size, size, bias=False))
+    for layer in module:
+        nn.init.constant_(layer.weight, 1 / size)
+    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=1, lazy_bucket_allocation=True)
+    optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.0)
+    module[1 - rank].weight.register_hook(lambda gradient: time.sleep(0.1 + 0.2 * rank))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((1, size), 1.0 + rank)).sum().backward()
+        assert model.last_grad_norm() == pytest.approx(1.5 * size * 2**0.5, rel=1e-4)
+
+
+@on_ranks(2)
 def test_a_rank_waits_for_parameters_in_forward_though_others_do_not_look_at_them(rank: int) -> None:
     """Rank 0 saves a checkpoint between two steps."""
     model = fastddp.DistributedDataParallel(nn.Linear(700, 700))
