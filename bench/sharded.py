@@ -151,7 +151,6 @@ CONTESTANTS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Modu
     "fastddp-int8": (_int8, _adamw),
     "sharded-int8": (_int8, partial(_sharded, parameter_wire=torch.bfloat16)),
     "sharded-int8-forward": (_int8, partial(_sharded, parameter_wire=torch.bfloat16, gather="forward")),
-    "sharded-forward": (_fastddp, partial(_sharded, gather="forward")),
     "fastddp-bf16": (partial(_fastddp, **_BF16), OnCopies),
     "sharded-bf16": (partial(_fastddp, **_BF16), _sharded),
     "sharded-lazy-bf16": (partial(_fastddp, **_BF16, **_LAZY), _sharded),

@@ -15,28 +15,14 @@ from torch.optim import SGD, AdamW, Muon
 
 import fastddp
 from on_ranks import differences, on_ranks
+from test_sharded import Layers
 
 Made = tuple[fastddp.DistributedDataParallel, Any]
 ADAMW = {"optimizer_class": AdamW, "lr": 0.01, "weight_decay": 0.2}
 
 
-class Net(nn.Module):
-    """Its layers are registered in another order than they are used, so the first window ends with other buckets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(61, 10)
-        self.first = nn.Linear(20, 130)
-        self.second = nn.Linear(130, 61)
-        self.norm = nn.LayerNorm(61)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.second(self.first(x).tanh())))
-
-
 def wrapped(seed: int = 0, dtype: torch.dtype = torch.float32) -> fastddp.DistributedDataParallel:
-    torch.manual_seed(seed)
-    return fastddp.DistributedDataParallel(Net().to(dtype), bucket_cap_mb=0.01)
+    return fastddp.DistributedDataParallel(Layers(seed).to(dtype), bucket_cap_mb=0.01)
 
 
 def split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

@@ -25,9 +25,9 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01, foreach=True)
 class Layers(nn.Module):
     """They are registered in another order than they are used, so the first window ends with other buckets."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 1) -> None:
         super().__init__()
-        torch.manual_seed(1)
+        torch.manual_seed(seed)
         self.last = nn.Linear(61, 10)
         self.first = nn.Linear(20, 130)
         self.second = nn.Linear(130, 61)
