@@ -5,7 +5,8 @@
 # make test-sanitized   the tests of everything in C++ again, under AddressSanitizer and UBSan (twenty minutes)
 # make docs    build the site of docs/ in out/site, strictly: dead links are errors
 # make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
-# make test-gpu, make bench-gpu   what takes a GPU: tests (tests/gpu), benches (bench.gpu, results in bench/results)
+# make test-gpu, make bench-gpu   what takes a GPU: tests (tests/gpu), and everything in order of worth (bench.gpu.first_run)
+# make gpu-carry TORCH=2.11.0 PYTHON=python3.12   a folder for a machine with a GPU that can fetch nothing: build/first-run
 # make wheel   build and try a wheel for the torch of the environment, in dist/;  make sdist  the same for the sources
 # make build   only set up: .venv with pinned packages, and the extensions fastddp._C and fastddp._pages
 # make clean   remove what was built;  make distclean  removes the environments too
@@ -30,7 +31,7 @@ BIN := $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --constraint $(CONSTRAINTS)
 SOURCES := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h'))
-CPP := $(SOURCES) $(wildcard tests/support/*.cpp tests/fake_cuda/*.cpp tests/fake_cuda/*.h examples/codec/*.cpp bench/*.cpp bench/gpu/*.cpp bench/gpu/*.cu bench/gpu/*.h)
+CPP := $(SOURCES) $(wildcard tests/support/*.cpp tests/fake_cuda/*.cpp tests/fake_cuda/*.h examples/codec/*.cpp bench/*.cpp)
 # Tests take what torch declares as optional or as one of two types (a gradient, an attribute of a module) for what it is.
 TESTS_MAY := arg-type assignment call-overload comparison-overlap dict-item index operator union-attr var-annotated
 
@@ -70,7 +71,7 @@ FRAMEWORKS := $(VENV)/.frameworks
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-slow test-nightly test-frameworks mutants test-sanitized test-gpu bench-gpu gpu-site wheel sdist docs lint format clean distclean
+.PHONY: help build demo test test-slow test-nightly test-frameworks mutants test-sanitized test-gpu bench-gpu gpu-site gpu-carry wheel sdist docs lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -150,7 +151,14 @@ test-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m pytest --tier all tests/gpu $(ARGS)
 
 bench-gpu: $(GPU_READY)
-	$(GPU_PYTHON) -m bench.gpu --json bench/results/gpu.json $(ARGS)
+	$(GPU_PYTHON) -m bench.gpu.first_run --out out/gpu $(ARGS)
+
+# An environment of its own, since another Python may have made that of TORCH. The cache of Triton lies where it will be used.
+gpu-carry:
+	@test -n "$(TORCH)" || { echo "Name the torch of the machine with the GPU: make gpu-carry TORCH=2.11.0 PYTHON=python3.12"; exit 1; }
+	@$(MAKE) --no-print-directory build VENV=build/carry-torch-$(TORCH)
+	TRITON_CACHE_DIR=/tmp/fastddp-first-run/triton PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR) \
+	    build/carry-torch-$(TORCH)/bin/python -m bench.gpu.carry $(ARGS)
 
 # Without the rest of the environment: what is tried is what was built, with torch alone.
 wheel sdist: $(TOOLCHAIN)

@@ -185,13 +185,12 @@ def grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[Any, ...], list[Ro
 
 def environment(module: str, device: torch.device, threads: int) -> Row:
     """The columns that say where, when and from what commit and command a row comes."""
-    commit = _git("rev-parse", "HEAD")
+    commit, is_dirty = commit_of_this_copy()
     row: Row = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": _command(module),
         "commit": commit or "unknown",
-        # Results of the run before, not committed yet, change nothing that is measured.
-        "dirty": bool(_git("status", "--porcelain", "--", ".", ":!bench/results")) if commit else None,
+        "dirty": is_dirty,
         "host_system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -207,6 +206,22 @@ def environment(module: str, device: torch.device, threads: int) -> Row:
     if device.type == "cuda":
         row["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
     return row
+
+
+# What `make gpu-carry` leaves where the history does not go along: the commit, and whether something differs from it.
+CARRIED_COMMIT = ROOT / "build" / "first-run" / "commit.json"
+
+
+def commit_of_this_copy() -> tuple[str, bool | None]:
+    """The commit, empty if nobody knows it; and whether something differs from it that is not a result."""
+    commit = _git("rev-parse", "HEAD")
+    if commit:
+        # Results of the run before, not committed yet, change nothing that is measured.
+        return commit, bool(_git("status", "--porcelain", "--", ".", ":!bench/results"))
+    if CARRIED_COMMIT.exists():
+        carried: tuple[str, bool | None] = tuple(json.loads(CARRIED_COMMIT.read_text()))
+        return carried
+    return "", None
 
 
 def _git(*arguments: str) -> str:

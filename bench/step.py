@@ -105,6 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--bucket-cap-mb", type=float, help="for all DDPs (default: each one's own)")
     add("--backend", choices=("gloo", "nccl"), help="default: nccl where there are GPUs, else gloo")
+    add("--device", choices=("cpu", "cuda"), help="default: the backend's; with gloo, ranks share the first GPU")
     add("--ranks", type=int, help="processes on this machine (default: a GPU each, or 2 with gloo)")
     add("--rate", nargs="+", help="of a cable between the ranks, as for tc: 100mbit, 2.5gbit (default: no cable)")
     add("--ranks-per-node", type=int, default=1, help="at either end of it (default: %(default)s)")
@@ -128,6 +129,7 @@ def parse_arguments() -> argparse.Namespace:
         options.backend, options.ranks = "gloo", 2 * options.ranks_per_node
     elif options.backend is None:
         options.backend = "nccl" if torch.cuda.is_available() else "gloo"
+    options.device = options.device or ("cuda" if options.backend == "nccl" else "cpu")
     return options
 
 
@@ -146,9 +148,9 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     """Runs one case on all ranks; every rank returns the same rows."""
     case = case_named(case_name)
     contestants = line_up(options.contestant, options.hook)
-    device = torch.device("cpu")
-    if options.backend == "nccl":  # it moves GPU memory, a GPU a rank
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if options.backend == "nccl" else 0)
         torch.cuda.set_device(device)
     facts = harness.environment(options.module, device, options.threads)
     rank = dist.get_rank()

@@ -1,5 +1,4 @@
-"""Benchmarks for one GPU: `python -m bench.gpu --help`, from the root of the repository.
+"""Benchmarks for one GPU, from the root of the repository.
 
-Sections, each in a process of its own: `ceilings` of the device, `kernels` (pack and unpack), `step` (training steps
-with the process group of one GPU), `wire` (the same steps with a process group that only pretends to have other ranks).
+`python -m bench.gpu.first_run` runs everything, in order of worth; `python -m bench.gpu SECTION` measures one section.
 """

@@ -1,4 +1,4 @@
-"""Who competes in the sections `step` and `wire`: no DDP, torch's DDP and fastddp, each in its modes."""
+"""Who competes in training steps: no DDP, torch's DDP and fastddp, each in its modes."""
 
 from __future__ import annotations
 
@@ -41,13 +41,17 @@ class GpuStep(Step):
 
 @dataclass(frozen=True)
 class Mode:
-    """An engine and how it is used. Zeroed: with zero_grad(set_to_none=False). Hooks are the engine's own."""
+    """An engine and how it is used. Zeroed: with zero_grad(set_to_none=False). Hooks are the engine's own.
+
+    Those that are seldom used are measured after the others, where there is time.
+    """
 
     name: str
     engine: Engine
     options: Mapping[str, Any] = field(default_factory=dict)
     zeroed: bool = False
     hook: Hook | None = None
+    seldom: bool = False
 
     def prepare(self, module: nn.Module) -> GpuStep:
         """A step of this mode on a twin of the module."""
@@ -59,33 +63,32 @@ class Mode:
         return "plain-zeroed" if self.zeroed else "plain"
 
 
+_SELDOM: dict[str, Any] = {"seldom": True}
 _ALL = (
     Mode("plain", "plain"),
-    Mode("plain-zeroed", "plain", zeroed=True),
     Mode(REFERENCE, "torch"),
     # The same once more: how far it is from the first is the noise of the table.
     Mode("torch-again", "torch"),
-    Mode("torch-zeroed", "torch", zeroed=True),
-    Mode("torch-static", "torch", {"static_graph": True}),
-    Mode("torch-batched", "torch", BATCHED),
     Mode("torch-view", "torch", VIEW),
-    Mode("torch-view-zeroed", "torch", VIEW, zeroed=True),
-    Mode("torch-view-batched", "torch", VIEW | BATCHED),
     Mode("fastddp", "fastddp"),
-    Mode("fastddp-zeroed", "fastddp", zeroed=True),
     Mode("fastddp-view", "fastddp", VIEW),
-    Mode("fastddp-view-zeroed", "fastddp", VIEW, zeroed=True),
+    Mode("plain-zeroed", "plain", zeroed=True, **_SELDOM),
+    Mode("torch-zeroed", "torch", zeroed=True, **_SELDOM),
+    Mode("torch-view-zeroed", "torch", VIEW, zeroed=True, **_SELDOM),
+    Mode("torch-static", "torch", {"static_graph": True}, **_SELDOM),
+    Mode("torch-batched", "torch", BATCHED, **_SELDOM),
+    Mode("torch-view-batched", "torch", VIEW | BATCHED, **_SELDOM),
+    Mode("fastddp-zeroed", "fastddp", zeroed=True, **_SELDOM),
+    Mode("fastddp-view-zeroed", "fastddp", VIEW, zeroed=True, **_SELDOM),
 )
 
-_ON_THE_WIRE = ("plain", REFERENCE, "torch-batched", "torch-view", "torch-view-batched", "fastddp", "fastddp-view")
+
+def modes(seldom: bool) -> list[Mode]:
+    """Of those that this version of torch has: the ones that are seldom used, or the others."""
+    return [mode for mode in _ALL if mode.seldom == seldom and (mode.engine != "torch" or torch_takes(mode.options))]
 
 
-def modes() -> list[Mode]:
-    """All that this version of torch has."""
-    return [mode for mode in _ALL if mode.engine != "torch" or torch_takes(mode.options)]
-
-
-HOOKS = ("fp16", "bf16", "int8", "fp8", "powersgd1", "powersgd4")
+HOOKS = ("bf16", "fp16", "powersgd4", "int8", "powersgd1", "fp8")
 
 
 def hook_modes() -> list[Mode]:
@@ -96,8 +99,3 @@ def hook_modes() -> list[Mode]:
             result.append(Mode(f"torch+{hook.name}", "torch", hook=hook))
         result.append(Mode(f"fastddp+{hook.name}", "fastddp", hook=hook))
     return result
-
-
-def wire_modes() -> list[Mode]:
-    """Those that the wire is measured with: how gradients are zeroed does not change what travels when."""
-    return [mode for mode in modes() if mode.name in _ON_THE_WIRE]

@@ -18,11 +18,12 @@ def lines(rows: Sequence[harness.Row]) -> list[str]:
         *(_state(row) for row in rows if row["kind"] == "state" and row.get("sm_mhz") is not None),
         *(_facts(row) for row in rows if row["kind"] == "facts"),
         *(f"{row['what']}: {row['median']:.0f} {row['unit']}" for row in rows if row["kind"] == "ceiling"),
+        *(f"proof of {row['what']}: {row['result']}, made of {row['made_of']}" for row in rows if row["kind"] == "proof"),
         *(f"given up: {row['kernel']}: {row['reason']}" for row in rows if row["kind"] == "kernel given up"),
         *(line for family in FAMILIES for line in _kernels(family, rows)),
         *_host([row for row in rows if row["kind"] == "host"]),
-        *(line for kind in ("step", "step with hooks") for line in _steps(kind, rows)),
-        *_wire([row for row in rows if row["kind"] == "emulated step"]),
+        *_graphs([row for row in rows if row["kind"] == "graph"]),
+        *(line for kind in ("step", "step, seldom used", "step with hooks") for line in _steps(kind, rows)),
         *(f"not measured: {row['what']}" for row in rows if row["kind"] == "skipped"),
         *(f"WRONG: {_where(row)}" for row in rows if row.get("result") == "WRONG"),
     ]
@@ -39,7 +40,8 @@ def _facts(row: harness.Row) -> str:
     moments = {"before": "before", "after the first wrap": "after_wrap", "after its first step": "after_step"}
     used = {when: row[f"used_{name}_mib"] for when, name in moments.items()}
     told = ", ".join(f"{when} {'not known' if mib is None else f'{mib:.0f}'}" for when, mib in used.items())
-    return f"supports_tensor_alloc: {row['supports_tensor_alloc']}; MiB used {told}; model {row['model_mib']:.0f}"
+    compiled = f"{row['kernels_in_cache']} kernels in Triton's cache, {row['kernels_compiled']} compiled for the first wrapper"
+    return f"{compiled}; supports_tensor_alloc: {row['supports_tensor_alloc']}; MiB used {told}; model {row['model_mib']:.0f}"
 
 
 def _kernels(family: Family, rows: Sequence[harness.Row]) -> list[str]:
@@ -56,8 +58,20 @@ def _kernels(family: Family, rows: Sequence[harness.Row]) -> list[str]:
 
 
 def _host(rows: Sequence[harness.Row]) -> list[str]:
-    costs = [f"{row['contestant']} {row['added_us_per_gradient']:.2f}" for row in rows]
+    costs = [
+        f"{row['contestant']} {row['added_us_per_gradient']:.2f} ({row['median_from_first_us']:.0f} us from the first on)"
+        for row in rows
+    ]
     return [f"host's us a gradient: {', '.join(costs)}"] if costs else []
+
+
+def _graphs(rows: Sequence[harness.Row]) -> list[str]:
+    """How long replays take."""
+    found = []
+    for (case,), group in harness.grouped(rows, "case").items():
+        times = [f"{row['contestant']} {row['median_ms']:.3f}" for row in group]
+        found.append(f"captured step of {case}, ms: {', '.join(times)}")
+    return found
 
 
 def _steps(kind: str, rows: Sequence[harness.Row]) -> list[str]:
@@ -69,24 +83,10 @@ def _steps(kind: str, rows: Sequence[harness.Row]) -> list[str]:
     return result
 
 
-def _wire(rows: Sequence[harness.Row]) -> list[str]:
-    """For each network: what torch's best mode and fastddp's best one add to the step."""
-    result = []
-    for (case, network, ranks), here in harness.grouped(rows, "case", "network", "world_size").items():
-        parts = []
-        for engine in (REFERENCE, FASTDDP):
-            candidates = [row for row in here if row["contestant"].startswith(engine)]
-            if candidates:
-                best = min(candidates, key=lambda row: row["added_ms"])
-                parts.append(f"{best['contestant']} {best['added_ms']:+.2f}")
-        result.append(f"EMULATED {network}, {ranks} ranks, {case}: added ms by {', '.join(parts)}")
-    return result
-
-
 def _is_plain(row: harness.Row) -> bool:
     return str(row["contestant"]).startswith("plain")
 
 
 def _where(row: harness.Row) -> str:
-    names = "section operation gradient_dtype wire_dtype gradient_mib case network contestant kernel"
+    names = "section what operation gradient_dtype wire_dtype gradient_mib case contestant kernel"
     return ", ".join(str(row[name]) for name in names.split() if name in row)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +18,7 @@ from bench.gpu.step import lonely_group
 def measure(run: Run) -> None:
     """Adds one row."""
     with lonely_group(run.device):
+        cached = kernels_in_tritons_cache()
         before = used_mib(run.device)
         module = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).to(run.device)
         model = fastddp.DistributedDataParallel(module)
@@ -22,6 +27,12 @@ def measure(run: Run) -> None:
         torch.accelerator.synchronize(run.device)
         run.results.add(
             "facts",
+            programs={name: shutil.which(name) for name in ("nvcc", "g++", "ncu", "compute-sanitizer", "nvidia-smi")},
+            shm_mib=shutil.disk_usage("/dev/shm").total / 2**20,
+            processors=len(os.sched_getaffinity(0)),
+            # What was carried along is of use if the first wrapper compiles nothing.
+            kernels_in_cache=cached,
+            kernels_compiled=kernels_in_tritons_cache() - cached,
             supports_tensor_alloc=supports_tensor_alloc(run.device),
             model_mib=sum(parameter.nbytes for parameter in module.parameters()) / 2**20,
             used_before_mib=before,
@@ -35,6 +46,13 @@ def supports_tensor_alloc(device: torch.device) -> bool | None:
     group = dist.distributed_c10d._get_default_group()
     ask = getattr(group._get_backend(device), "supports_tensor_alloc", None)
     return None if ask is None else bool(ask(device))
+
+
+def kernels_in_tritons_cache() -> int:
+    """Binaries that need not be compiled."""
+    from triton import knobs
+
+    return sum(1 for _ in Path(knobs.cache.dir).glob("*/*.cubin"))
 
 
 def used_mib(device: torch.device) -> float | None:

@@ -22,7 +22,7 @@ def measure(run: Run) -> None:
     with lonely_group(run.device):
         with run.not_counted():
             load_kernels(hook_modes(), run.device)
-        for case in cases(run.quick):
+        for case in cases(run.quick)[:1]:
             if run.out_of_time():
                 run.skip(f"training step of {case.name} with hooks")
                 continue

@@ -89,7 +89,7 @@ def _case(
 ) -> Case:
     def build(device: torch.device) -> tuple[nn.Module, Callable[[int, int], Batch]]:
         torch.manual_seed(0)
-        module: nn.Module = Autocast(model()).to(device)
+        module: nn.Module = model().to(device)
         if channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         batches = [batch(device) for _ in range(_BATCHES)]
@@ -98,14 +98,33 @@ def _case(
     return Case(name, about, build)
 
 
-def gpt2(samples: int, length: int) -> Case:
+# By the name of the case: what becomes of a model whose parameters are in fp32.
+_GPT2 = {
+    "gpt2": ("bf16 autocast", Autocast),
+    "gpt2-bf16": ("parameters in bf16", lambda module: module.bfloat16()),
+    "gpt2-fp32": ("fp32, products in tf32", lambda module: module),
+}
+
+
+def gpt2(samples: int, length: int, name: str = "gpt2") -> Case:
     """GPT-2 with a batch of so many samples of so many tokens."""
+    in_words, cast = _GPT2[name]
 
     def batch(device: torch.device) -> Batch:
         return (torch.randint(Gpt2.VOCABULARY, (samples, length + 1), device=device),)
 
-    about = f"GPT-2 small, {samples} x {length} tokens, bf16 autocast"
-    return _case("gpt2", about, Gpt2, batch, channels_last=False)
+    about = f"GPT-2 small, {samples} x {length} tokens, {in_words}"
+    return _case(name, about, lambda: cast(Gpt2()), batch, channels_last=False)
+
+
+def _tiny() -> Case:
+    """A GPT of one layer, for a device on which each operator takes long."""
+
+    def batch(device: torch.device) -> Batch:
+        return (torch.randint(Gpt.VOCABULARY, (1, 9)).to(device),)
+
+    about = "a GPT of one layer, 1 x 8 tokens, fp32"
+    return _case("tiny", about, lambda: Gpt(layers=1, width=32, heads=2, context=8), batch, channels_last=False)
 
 
 def resnet50(samples: int, size: int) -> Case:
@@ -116,11 +135,12 @@ def resnet50(samples: int, size: int) -> Case:
         return images, torch.randint(ResNet50.CLASSES, (samples,), device=device)
 
     about = f"ResNet-50, {samples} images of {size} x {size}, bf16 autocast, channels last"
-    return _case("resnet50", about, ResNet50, batch, channels_last=True)
+    return _case("resnet50", about, lambda: Autocast(ResNet50()), batch, channels_last=True)
 
 
 def cases(quick: bool) -> tuple[Case, ...]:
-    """The models of the sections `step` and `wire`."""
+    """The models of training steps, in the order in which they are measured."""
     if quick:
-        return gpt2(samples=1, length=128), resnet50(samples=4, size=64)
-    return gpt2(samples=8, length=1024), resnet50(samples=64, size=224)
+        return (_tiny(),)
+    gpts = (gpt2(samples=8, length=1024, name=name) for name in _GPT2)
+    return (*gpts, resnet50(samples=64, size=224))

@@ -19,10 +19,8 @@ from bench import harness
 # What a row's line shows of it, as far as the row has it: what was measured, and what came out.
 _SHOWN = [
     "what",
+    "made_of",
     "case",
-    "network",
-    "world_size",
-    "mib",
     "operation",
     "number",
     "gradient_dtype",
@@ -34,9 +32,9 @@ _SHOWN = [
     "unit",
     "median_us",
     "median_ms",
-    "took_us",
     "added_ms",
     "median_backward_us",
+    "median_from_first_us",
     "supports_tensor_alloc",
     "used_before_mib",
     "used_after_wrap_mib",

@@ -16,7 +16,7 @@ from torch import nn
 
 from bench import harness
 from bench.cases import Batch, Case
-from bench.gpu import host, timing
+from bench.gpu import timing
 from bench.gpu.alone import measure_alone
 from bench.gpu.contestants import REFERENCE, GpuStep, Mode, modes
 from bench.gpu.gradients import Expected
@@ -48,16 +48,19 @@ def lonely_group(device: torch.device) -> Iterator[None]:
 
 
 def measure(run: Run) -> None:
-    """Adds rows for the models' steps and for the host's share."""
+    """Adds rows for the models' steps: of the modes that matter most first, then of the others."""
     torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
     with lonely_group(run.device):
-        host.measure(run)
         for case in cases(run.quick):
             if run.out_of_time():
                 run.skip(f"training step of {case.name}")
                 continue
-            measure_groups(run, case, [modes()], "step")
+            measure_groups(run, case, [modes(seldom=False)], "step")
             gc.collect()  # a model of which nothing is left when the next one comes
+        if not run.out_of_time():
+            plain_and_torch = [mode for mode in modes(seldom=False) if mode.name in ("plain", REFERENCE)]
+            measure_groups(run, cases(run.quick)[0], [[*plain_and_torch, *modes(seldom=True)]], "step, seldom used")
 
 
 def measure_groups(run: Run, case: Case, groups: Sequence[Sequence[Mode]], kind: str) -> None:
@@ -98,7 +101,7 @@ def _measure_together(
         for mode, step in zip(contestants, steps, strict=True)
     ]
     time_steps(steps, range(-1, 0), batch, run.device)  # back to the algorithms that are not deterministic
-    rounds = len(steps) * (1 if run.quick else 2)
+    rounds = len(steps) * (1 if run.quick else 4)
     samples = time_steps(steps, range(rounds), batch, run.device)
     by_name = dict(zip((mode.name for mode in contestants), samples, strict=True))
     have_a_row = {row["contestant"] for row in run.results.of_kind(kind) if row["case"] == case.name}

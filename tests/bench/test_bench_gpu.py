@@ -18,30 +18,12 @@ sys.path.append(str(ROOT))
 
 from bench import block8, low_rank, pack
 from bench.cases import gpt2_shapes, resnet50_shapes
-from bench.gpu import alone, gradients, models, networks, results, step, wire
-from bench.gpu.contestants import GpuStep, Mode
+from bench.gpu import alone, gradients, models, results
+from bench.gpu.contestants import GpuStep
 
 sys.path.pop()
 
 CPU = torch.device("cpu")
-
-
-# ------------------------------------------------------------------------------------------------------- the network
-
-
-def test_an_allreduce_moves_every_byte_almost_twice() -> None:
-    network = networks.Network("", gb_per_s=1, start_us=0, hop_us=0)
-    assert network.all_reduce(2).milliseconds(10**6) == pytest.approx(1.0)
-    assert network.all_reduce(1024).milliseconds(10**6) == pytest.approx(2 * 1023 / 1024)
-    assert network.broadcast(1024).milliseconds(10**6) == pytest.approx(1.0)
-
-
-def test_what_the_wire_costs_a_step() -> None:
-    fast, slow = Mode("plain", "plain"), Mode("fastddp", "fastddp")
-    samples = {"plain": step.StepSamples(device_ms=[10.0, 12.0]), "fastddp": step.StepSamples(device_ms=[15.0, 17.0])}
-    columns = wire.wire_columns(slow, samples, {"fastddp": 1.0}, (3, 100, 16.0))
-    assert (columns["added_ms"], columns["exposed_ms"], columns["hidden_fraction"]) == (5.0, 4.0, 0.75)
-    assert wire.wire_columns(fast, samples, {}, (0, 0, 0.0))["exposed_ms"] is None
 
 
 # -------------------------------------------------------------------------------------------- models and contestants

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import runpy
 import subprocess
 import sys
@@ -16,19 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import cpp_extension
 
 import fake_cuda
-import fastddp
 from fastddp import _C
 from on_ranks import on_ranks
-from package_copy import import_library
 from repository import ROOT, TESTS
 
 sys.path.append(str(ROOT))  # only while bench is imported: see test_bench_gpu.py
 
 from bench.cases import Batch, Case
-from bench.gpu import block8, emulation, facts, hooks, kernels, networks, results, step, sum_shards
+from bench.gpu import block8, facts, first_run, hooks, kernels, results, step, sum_shards
 from bench.gpu.alone import measure_alone
 
 sys.path.pop()
@@ -136,40 +134,40 @@ def test_facts_say_what_the_backend_offers_and_what_the_first_wrapper_takes(rank
     assert sums == [("copy_", "right"), ("operators", "right"), ("fastddp", "right")]
 
 
-@pytest.fixture
-def emulated_wire(tmp_path: Path) -> Path:
-    """The library of bench/gpu, without its kernel."""
-    folder = ROOT / "bench" / "gpu"
-    cpp_extension.load(
-        "fastddp_emulated_wire",
-        [str(folder / "emulated_wire.cpp"), str(TESTS / "support" / "emulated_wire_stub.cpp")],
-        extra_include_paths=[str(folder)],
-        extra_cflags=["-O0", "-g0"],
-        build_directory=str(tmp_path),
-        is_python_module=False,
-    )
-    return tmp_path / "fastddp_emulated_wire.so"
+STEPS = ["facts", "small steps", "proofs", "kernels", "step", "hooks", "host", "tests", "graph", "two ranks over gloo"]
 
 
-@pytest.mark.tier("nightly")
-@on_ranks(1, pool="simulated_ranks")
-def test_the_emulated_wire_carries_whole_steps(rank: int, emulated_wire: Path) -> None:
-    dist.destroy_process_group()
-    device = torch.device(fake_cuda.DEVICE)
-    fake_cuda.schedule("in_order")
-    extension = import_library(emulated_wire)
-    with (
-        mock.patch.object(emulation, "load_extension", return_value=extension),
-        emulation.emulated_group(networks.INSTANT, 4, device) as group,
-    ):
-        layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))).to(device)
-        model = fastddp.DistributedDataParallel(layers, bucket_cap_mb=0)
-        seen = []
-        for _ in range(4):
-            before, _, _ = group.counts()
-            model.zero_grad()
-            model(torch.ones(2, 4, device=device)).sum().backward()
-            fake_cuda.synchronize()
-            seen.append(group.counts()[0] - before)
-        assert seen[2:] == [4, 4]  # of three buckets, and of the window's status
-        del model
+@pytest.mark.tier("slow")
+@pytest.mark.timeout(900)
+def test_the_first_run_on_a_gpu_goes_through_on_the_simulated_device(tmp_path: Path) -> None:
+    """In its smallest cases: so it is not the list itself that fails where minutes are few."""
+    seconds = ["--seconds", "800", "--patience", "10"]  # other tests run on this machine
+    command = [sys.executable, "-m", "bench.gpu.first_run", "--device", fake_cuda.DEVICE, "--out", str(tmp_path)]
+    ended = subprocess.run([*command, *seconds], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr
+    outcomes = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [outcome["step"] for outcome in outcomes][: len(STEPS)] == STEPS
+    assert {(outcome["status"], outcome["wrong"]) for outcome in outcomes} == {(0, 0)}
+    sections = {row["section"] for row in results.read(tmp_path / "gpu.json")}
+    assert sections == {outcome["step"] for outcome in outcomes if outcome["rows"] > 0}
+    assert {"proofs", "kernels", "step", "hooks", "host"} <= sections
+
+
+def sleeper(seconds: float) -> first_run.Step:
+    return first_run.Step("sleeper", seconds, ("-c", "print('begun', flush=True); import time; time.sleep(600)"))
+
+
+def test_a_step_that_hangs_is_ended_and_costs_the_others_nothing(tmp_path: Path) -> None:
+    plan = first_run.Plan(fake_cuda.DEVICE, tmp_path)
+    steps = [sleeper(6.0), first_run.Step("next", 60.0, ("-c", "print('here')")), sleeper(100.0)]
+    absent = first_run.Step("absent", 60.0, (), program="no-such-program")
+    outcomes = first_run.run_all([steps[0], absent, *steps[1:2]], plan, end=time.monotonic() + 120)
+    assert [(one.step, one.status, one.passed) for one in outcomes] == [
+        ("sleeper", None, False),
+        ("absent", None, False),
+        ("next", 0, True),
+    ]
+    assert "begun" in outcomes[0].says
+    (late,) = first_run.run_all(steps[2:], plan, end=time.monotonic())
+    assert late.says == "no time was left for it"
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 4

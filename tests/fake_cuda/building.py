@@ -39,6 +39,7 @@ def build() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         stamp, digest = FOLDER / "stamp", _digest()
         if not LIBRARY.exists() or not stamp.exists() or stamp.read_text() != digest:
+            (FOLDER / "lock").unlink(missing_ok=True)  # torch's, of a builder that was ended: it would be waited for
             # In a process of its own: torch's builder loads what it built, and that registers a device for good.
             # ninja lies beside the interpreter, which need not be on the path.
             path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

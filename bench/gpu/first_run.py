@@ -1,0 +1,243 @@
+"""Everything that one GPU can show in a few minutes, in order of worth: `python -m bench.gpu.first_run --help`.
+
+Each step is a process group of its own with a limit of its own: one that fails, hangs or leaves the GPU's context in
+ruins costs the others nothing. `--out` is a folder, which gets `steps.jsonl`, a line as soon as a step has ended;
+`gpu.json`, the sections' rows as soon as they are known; `log.txt`, all that the steps print; and other files of steps.
+Of each step the end of what it prints is shown, and a table of all steps so far.
+
+Exit status: 0; 1 where a step found something wrong, did not get to its end, or had no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench import harness
+from bench.gpu import digest, results, simulated
+
+MODULE = "bench.gpu.first_run"
+CUDA = "cuda"
+
+# A step ends itself before its limit does: it looks at the clock only between two measurements.
+_SHARE = 0.75
+_LINES_SHOWN = 12
+_LEAST_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command: with how many seconds it is ended, and the arguments of Python, or of another program."""
+
+    name: str
+    limit: float
+    arguments: tuple[str, ...]
+    program: str = sys.executable
+
+    def command(self) -> list[str]:
+        """What is run, from the root of the repository."""
+        return [self.program, *self.arguments]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A line of `steps.jsonl`. Status: the exit status; None where the step was ended, was not there or had no time."""
+
+    step: str
+    limit_s: float
+    seconds: float
+    status: int | None
+    says: str
+    rows: int = 0
+    wrong: int = 0
+
+    @property
+    def passed(self) -> bool:
+        """Whether it got to its end, and found nothing wrong."""
+        return self.status == 0 and self.wrong == 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Makes the steps for a device, in whose smallest cases numbers mean nothing."""
+
+    device: str
+    out: Path
+
+    @property
+    def is_real(self) -> bool:
+        """Whether there is a GPU."""
+        return self.device == CUDA
+
+    def section(self, name: str, limit: float) -> Step:
+        """A section of `bench.gpu`."""
+        arguments = ["-m", "bench.gpu", name, "--json", str(self.rows), "--seconds", f"{_SHARE * limit:.0f}"]
+        return Step(name, limit, (*arguments, "--device", self.device, *([] if self.is_real else ["--quick"])))
+
+    @property
+    def rows(self) -> Path:
+        """The file of the sections' rows."""
+        return self.out / "gpu.json"
+
+    def tests(self, name: str, limit: float, *arguments: str) -> Step:
+        """Tests that need a GPU."""
+        shown = ["-q", "--tier", "all", "--device", self.device, "-p", "no:cacheprovider"]
+        report = f"--junitxml={self.out / name.replace(' ', '-')}.xml"
+        return Step(name, limit, ("-m", "pytest", *shown, report, *arguments))
+
+    def two_ranks(self, limit: float) -> Step:
+        """`bench.step` with two ranks on the device; the simulated one has no gloo, so there it is the CPU."""
+        device = self.device if self.is_real else "cpu"
+        size = ["--case", "resnet50", "gpt", "--rounds", "12"] if self.is_real else ["--case", "gpt", "--rounds", "1"]
+        contestants = ["torch", "torch-again", "torch-view", "fastddp", "fastddp-view"]
+        arguments = ["--backend", "gloo", "--device", device, "--warmup", "3", "--contestants", *contestants]
+        return Step("two ranks over gloo", limit, ("-m", "bench.step", *arguments, *size, "--json", str(self.out / "two_ranks.json")))
+
+    def first(self) -> list[Step]:
+        """In order of worth."""
+        # In its smallest case, a few tests: CI runs all of them with the simulated device elsewhere.
+        some = ("-n", "4", "-k", "not sanitizer and not two_nccl") if self.is_real else ("-k", "sum_of_shards")
+        small_step = ("tests/gpu/small_step.py", "--device", self.device)
+        return [
+            self.section("facts", 20),
+            Step("small steps", 60, small_step),
+            self.section("proofs", 60),
+            self.section("kernels", 60),
+            self.section("step", 90),
+            self.section("hooks", 80),
+            self.section("host", 25),
+            self.tests("tests", 100, *some, "tests/gpu"),
+            self.section("graph", 30),
+            self.two_ranks(45),
+            self.section("sum_shards", 25),
+            self.section("block8", 25),
+            self.section("low_rank", 25),
+        ]
+
+    def second(self) -> list[Step]:
+        """What takes longest for what it shows."""
+        counters = ("--metrics", ",".join(_METRICS), "--kernel-name", "regex:fastddp_(un)?pack", "--launch-count", "12")
+        measured = (sys.executable, "-m", "bench.gpu", "kernels", "--quick")
+        log = ("--csv", "--log-file", str(self.out / "counters.csv"))
+        return [
+            self.tests("two ranks over NCCL", 80, "tests/gpu/test_parity.py", "-k", "two_nccl"),
+            self.tests("memcheck", 60, "tests/gpu/test_sanitizer.py", "-k", "memcheck"),
+            self.tests("racecheck", 60, "tests/gpu/test_sanitizer.py", "-k", "racecheck"),
+            Step("counters", 60, ("--clock-control", "none", *counters, *log, *measured), program="ncu"),
+        ]
+
+
+_METRICS = (
+    "gpu__time_duration.sum",
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "launch__registers_per_thread",
+    "launch__occupancy_limit_registers",
+)
+
+
+def main() -> int:
+    options = parse_arguments()
+    options.out.mkdir(parents=True, exist_ok=True)
+    plan = Plan(options.device, options.out.absolute())
+    if not plan.is_real:  # compiled before any step's time counts
+        simulated.fake_cuda().build()
+    steps = plan.second() if options.second else plan.first()
+    if options.steps:
+        steps = [step for step in [*plan.first(), *plan.second()] if step.name in options.steps]
+    steps = [replace(step, limit=step.limit * options.patience) for step in steps]
+    outcomes = run_all(steps, plan, time.monotonic() + options.seconds)
+    print("\n".join(digest.lines(results.read(plan.rows))))
+    print("\n".join(f"{one.step}: {one.says}" for one in outcomes if not one.passed) or "every step passed")
+    return 0 if all(one.passed for one in outcomes) else 1
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = harness.parser(MODULE, __doc__)
+    add = parser.add_argument
+    names = [step.name for made in (Plan.first, Plan.second) for step in made(Plan(CUDA, Path()))]
+    add("--out", type=Path, required=True, metavar="FOLDER", help="where files go")
+    add("--seconds", type=float, default=400, help="for all steps (default: %(default)s)")
+    add("--patience", type=float, default=1, help="times each step's limit (default: %(default)s)")
+    add("--second", action="store_true", help="two ranks over NCCL, compute-sanitizer, hardware counters")
+    add("--steps", nargs="+", choices=names, metavar="STEP", help=f"only these: {', '.join(names)}")
+    add("--device", choices=[CUDA, simulated.DEVICE], default=CUDA, help="the simulated one runs the smallest cases")
+    return parser.parse_args(arguments)
+
+
+def run_all(steps: Sequence[Step], plan: Plan, end: float) -> list[Outcome]:
+    """Each step in its turn, for as long as there is time."""
+    outcomes: list[Outcome] = []
+    with (plan.out / "log.txt").open("ab") as log:
+        for step in steps:
+            outcome = run(step, min(step.limit, end - time.monotonic()), plan, log)
+            outcomes.append(outcome)
+            with (plan.out / "steps.jsonl").open("a") as file:
+                file.write(json.dumps(vars(outcome)) + "\n")
+            harness.console().print(table(outcomes))
+    return outcomes
+
+
+def run(step: Step, seconds: float, plan: Plan, log: Any) -> Outcome:
+    """One step, in at most so many seconds."""
+    if seconds < _LEAST_SECONDS:
+        return Outcome(step.name, step.limit, 0.0, None, "no time was left for it")
+    if shutil.which(step.program) is None:
+        return Outcome(step.name, step.limit, 0.0, None, f"{step.program} is not on the PATH")
+    log.write(f"\n===== {step.name}: {' '.join(step.command())}\n".encode())
+    log.flush()
+    before, begin = log.tell(), time.monotonic()
+    # The simulated device computes a little at a time, where threads cost more than they bring.
+    environment = dict(os.environ) if plan.is_real else os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        step.command(), cwd=harness.ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        status: int | None = process.wait(timeout=seconds)
+        says = "" if status == 0 else f"ended with status {status}"
+    except subprocess.TimeoutExpired:
+        status, says = None, f"was ended after {seconds:.0f} s"
+    finally:
+        _end(process)
+    took = time.monotonic() - begin
+    with (plan.out / "log.txt").open("rb") as file:
+        file.seek(before)
+        printed = file.read().decode(errors="replace").splitlines()
+    print(f"\n===== {step.name}", *printed[-_LINES_SHOWN:], sep="\n", flush=True)
+    mine = [row for row in results.read(plan.rows) if row["section"] == step.name]
+    wrong = len(results.wrong(mine))
+    if status != 0 and printed:
+        says = f"{says}; last: {printed[-1][:200]}"
+    return Outcome(step.name, step.limit, round(took, 1), status, says, len(mine), wrong)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process, and whatever it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def table(outcomes: Sequence[Outcome]) -> Any:
+    """A line for each step so far."""
+    columns = {"step": "{step}", "what became of it": "{says}", "s": "{seconds:.0f}", "limit": "{limit_s:.0f}"}
+    columns |= {"rows": "{rows}", "wrong": "{wrong}"}
+    return harness.row_table("Steps", columns.items(), [vars(one) | {"says": one.says[:60] or "passed"} for one in outcomes], left=2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Every kernel, on all of its paths, against torch's operators, with nothing remembered of earlier proofs."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+from bench.gpu.results import Run
+from fastddp.exchange import proofs
+from fastddp.tools.doctor.kernel_checks import check_kernels, findings
+
+
+def measure(run: Run) -> None:
+    """Adds a row for each family of kernels."""
+    with mock.patch.object(proofs, "proof_of", lambda kernel, device: None):
+        checks = check_kernels(run.device)
+    for check in checks:
+        said = [finding.what for finding in findings([check])]
+        right = check.made_of == "Triton" and not said
+        run.results.add(
+            "proof",
+            what=check.kernels,
+            made_of=check.made_of,
+            given_up=len(check.given_up),
+            error="; ".join(said) or None,
+            result="right" if right else "WRONG",
+        )
