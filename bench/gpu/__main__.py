@@ -42,7 +42,9 @@ def main() -> int:
     if options.device == simulated.DEVICE:
         simulated.install()
     elif not torch.cuda.is_available():
-        print("bench.gpu measures a GPU, and torch sees none on this machine (--device simulated tries everything out).")
+        print(
+            "bench.gpu measures a GPU, and torch sees none on this machine (--device simulated tries everything out)."
+        )
         return NO_GPU
     torch.accelerator.set_device_index(0)
     return run_section(options)

@@ -18,7 +18,7 @@ from bench.cases import Batch
 from bench.gpu.contestants import GpuStep, Mode
 
 _WARMUP = 3  # buckets are rebuilt at the beginning of the second step
-_STEPS = 3
+_STEPS = 2
 
 # Kinds of work on the device, as the profiler's trace calls them, and as the rows do.
 _KINDS = {"kernel": "launches", "gpu_memcpy": "memcpys", "gpu_memset": "memsets"}
@@ -36,6 +36,7 @@ def measure_alone(
     Known: those of others, with which these may be compared.
     """
     columns = dict(known)
+    gc.collect()  # whoever was there before
     for mode in modes:
         step = mode.prepare(model)
         for index in range(_WARMUP):

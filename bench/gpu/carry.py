@@ -3,8 +3,8 @@
 Makes a folder that goes there, beside a copy of this repository without its history:
 
     site/            fastddp as it was compiled for the torch that runs this, with symbols stripped
-    triton.tar.gz    Triton's cache, with every kernel compiled for one architecture; unpacked at the root there, because
-                     the cache stores absolute paths
+    triton.tar.gz    Triton's cache, with every kernel compiled for one architecture; to be unpacked at the root there,
+                     because the cache stores absolute paths
     commit.json      what the copy is of: results name it
 
 Run it by the interpreter, the torch and the Triton of that machine. Where Triton is another build there, its cache is
@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import triton
 from fastddp.kernels import ahead_of_time, block8_kernels, low_rank_kernels
-from fastddp.kernels.pack_kernels import TRITON_DTYPES, moves
+from fastddp.kernels.pack_kernels import TRITON_DTYPES, moves, pack_kernel
 
 import fastddp
 from bench import harness
@@ -69,12 +69,20 @@ def copy_package() -> None:
 
 def compile_all(capability: int) -> None:
     """Put every kernel that fastddp has into Triton's cache."""
-    with concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0))) as workers:
+    with concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=_name_as_jobs_do) as workers:
         compiled = [workers.submit(call) for call in all_kernels(capability)]
         for number, one in enumerate(concurrent.futures.as_completed(compiled), 1):
             one.result()
             print(f"\rcompiled {number} of {len(compiled)}", end="", file=sys.stderr)
     print(file=sys.stderr)
+
+
+def _name_as_jobs_do() -> None:
+    """Triton's name of a kernel in the cache depends on which kernels with the same helpers were named before it.
+
+    A job compiles pack first. A worker may not.
+    """
+    pack_kernel.cache_key  # noqa: B018
 
 
 def all_kernels(capability: int) -> Iterator[Callable[[], object]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench import harness
-from bench.gpu.contestants import REFERENCE
 from bench.jobs import FASTDDP, Family
 from bench.kernels import FAMILIES
 
@@ -18,7 +17,11 @@ def lines(rows: Sequence[harness.Row]) -> list[str]:
         *(_state(row) for row in rows if row["kind"] == "state" and row.get("sm_mhz") is not None),
         *(_facts(row) for row in rows if row["kind"] == "facts"),
         *(f"{row['what']}: {row['median']:.0f} {row['unit']}" for row in rows if row["kind"] == "ceiling"),
-        *(f"proof of {row['what']}: {row['result']}, made of {row['made_of']}" for row in rows if row["kind"] == "proof"),
+        *(
+            f"proof of {row['what']}: {row['result']}, made of {row['made_of']}"
+            for row in rows
+            if row["kind"] == "proof"
+        ),
         *(f"given up: {row['kernel']}: {row['reason']}" for row in rows if row["kind"] == "kernel given up"),
         *(line for family in FAMILIES for line in _kernels(family, rows)),
         *_host([row for row in rows if row["kind"] == "host"]),
@@ -40,7 +43,9 @@ def _facts(row: harness.Row) -> str:
     moments = {"before": "before", "after the first wrap": "after_wrap", "after its first step": "after_step"}
     used = {when: row[f"used_{name}_mib"] for when, name in moments.items()}
     told = ", ".join(f"{when} {'not known' if mib is None else f'{mib:.0f}'}" for when, mib in used.items())
-    compiled = f"{row['kernels_in_cache']} kernels in Triton's cache, {row['kernels_compiled']} compiled for the first wrapper"
+    compiled = (
+        f"{row['kernels_in_cache']} kernels in Triton's cache, {row['kernels_compiled']} compiled for the first wrapper"
+    )
     return f"{compiled}; supports_tensor_alloc: {row['supports_tensor_alloc']}; MiB used {told}; model {row['model_mib']:.0f}"
 
 
@@ -59,7 +64,7 @@ def _kernels(family: Family, rows: Sequence[harness.Row]) -> list[str]:
 
 def _host(rows: Sequence[harness.Row]) -> list[str]:
     costs = [
-        f"{row['contestant']} {row['added_us_per_gradient']:.2f} ({row['median_from_first_us']:.0f} us from the first on)"
+        f"{row['contestant']} {row['added_us_per_gradient']:.2f} ({row['median_from_first_us']:.0f} from the first on)"
         for row in rows
     ]
     return [f"host's us a gradient: {', '.join(costs)}"] if costs else []

@@ -11,14 +11,17 @@ Exit status: 0; 1 where a step found something wrong, did not get to its end, or
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,10 @@ class Step:
     def command(self) -> list[str]:
         """What is run, from the root of the repository."""
         return [self.program, *self.arguments]
+
+
+# Run side by side: none of them measures time, and at most one of them is a section; or it is alone.
+Group = tuple[Step, ...]
 
 
 @dataclass(frozen=True)
@@ -101,39 +108,42 @@ class Plan:
         size = ["--case", "resnet50", "gpt", "--rounds", "12"] if self.is_real else ["--case", "gpt", "--rounds", "1"]
         contestants = ["torch", "torch-again", "torch-view", "fastddp", "fastddp-view"]
         arguments = ["--backend", "gloo", "--device", device, "--warmup", "3", "--contestants", *contestants]
-        return Step("two ranks over gloo", limit, ("-m", "bench.step", *arguments, *size, "--json", str(self.out / "two_ranks.json")))
+        return Step(
+            "two ranks over gloo",
+            limit,
+            ("-m", "bench.step", *arguments, *size, "--json", str(self.out / "two_ranks.json")),
+        )
 
-    def first(self) -> list[Step]:
+    def first(self) -> list[Group]:
         """In order of worth."""
         # In its smallest case, a few tests: CI runs all of them with the simulated device elsewhere.
         some = ("-n", "4", "-k", "not sanitizer and not two_nccl") if self.is_real else ("-k", "sum_of_shards")
         small_step = ("tests/gpu/small_step.py", "--device", self.device)
         return [
-            self.section("facts", 20),
-            Step("small steps", 60, small_step),
-            self.section("proofs", 60),
-            self.section("kernels", 60),
-            self.section("step", 90),
-            self.section("hooks", 80),
-            self.section("host", 25),
-            self.tests("tests", 100, *some, "tests/gpu"),
-            self.section("graph", 30),
-            self.two_ranks(45),
-            self.section("sum_shards", 25),
-            self.section("block8", 25),
-            self.section("low_rank", 25),
+            (self.section("facts", 20),),
+            (Step("small steps", 60, small_step), self.section("proofs", 60)),
+            (self.section("kernels", 60),),
+            (self.section("step", 120),),
+            (self.section("hooks", 90),),
+            (self.section("host", 40),),
+            (self.tests("tests", 100, *some, "tests/gpu"),),
+            (self.section("graph", 45),),
+            (self.two_ranks(50),),
+            *((self.section(family, 25),) for family in ("sum_shards", "block8", "low_rank")),
         ]
 
-    def second(self) -> list[Step]:
+    def second(self) -> list[Group]:
         """What takes longest for what it shows."""
         counters = ("--metrics", ",".join(_METRICS), "--kernel-name", "regex:fastddp_(un)?pack", "--launch-count", "12")
         measured = (sys.executable, "-m", "bench.gpu", "kernels", "--quick")
         log = ("--csv", "--log-file", str(self.out / "counters.csv"))
         return [
-            self.tests("two ranks over NCCL", 80, "tests/gpu/test_parity.py", "-k", "two_nccl"),
-            self.tests("memcheck", 60, "tests/gpu/test_sanitizer.py", "-k", "memcheck"),
-            self.tests("racecheck", 60, "tests/gpu/test_sanitizer.py", "-k", "racecheck"),
-            Step("counters", 60, ("--clock-control", "none", *counters, *log, *measured), program="ncu"),
+            (
+                self.tests("two ranks over NCCL", 80, "tests/gpu/test_parity.py", "-k", "two_nccl"),
+                self.tests("memcheck", 90, "tests/gpu/test_sanitizer.py", "-k", "memcheck"),
+                self.tests("racecheck", 90, "tests/gpu/test_sanitizer.py", "-k", "racecheck"),
+            ),
+            (Step("counters", 60, ("--clock-control", "none", *counters, *log, *measured), program="ncu"),),
         ]
 
 
@@ -154,11 +164,11 @@ def main() -> int:
     plan = Plan(options.device, options.out.absolute())
     if not plan.is_real:  # compiled before any step's time counts
         simulated.fake_cuda().build()
-    steps = plan.second() if options.second else plan.first()
+    groups = plan.second() if options.second else plan.first()
     if options.steps:
-        steps = [step for step in [*plan.first(), *plan.second()] if step.name in options.steps]
-    steps = [replace(step, limit=step.limit * options.patience) for step in steps]
-    outcomes = run_all(steps, plan, time.monotonic() + options.seconds)
+        groups = [tuple(step for step in group if step.name in options.steps) for group in plan.first() + plan.second()]
+    groups = [tuple(replace(step, limit=step.limit * options.patience) for step in group) for group in groups]
+    outcomes = run_all(groups, plan, time.monotonic() + options.seconds)
     print("\n".join(digest.lines(results.read(plan.rows))))
     print("\n".join(f"{one.step}: {one.says}" for one in outcomes if not one.passed) or "every step passed")
     return 0 if all(one.passed for one in outcomes) else 1
@@ -167,7 +177,7 @@ def main() -> int:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = harness.parser(MODULE, __doc__)
     add = parser.add_argument
-    names = [step.name for made in (Plan.first, Plan.second) for step in made(Plan(CUDA, Path()))]
+    names = [step.name for made in (Plan.first, Plan.second) for group in made(Plan(CUDA, Path())) for step in group]
     add("--out", type=Path, required=True, metavar="FOLDER", help="where files go")
     add("--seconds", type=float, default=400, help="for all steps (default: %(default)s)")
     add("--patience", type=float, default=1, help="times each step's limit (default: %(default)s)")
@@ -177,58 +187,64 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def run_all(steps: Sequence[Step], plan: Plan, end: float) -> list[Outcome]:
-    """Each step in its turn, for as long as there is time."""
+def run_all(groups: Sequence[Group], plan: Plan, end: float) -> list[Outcome]:
+    """Each group in its turn, for as long as there is time."""
     outcomes: list[Outcome] = []
-    with (plan.out / "log.txt").open("ab") as log:
-        for step in steps:
-            outcome = run(step, min(step.limit, end - time.monotonic()), plan, log)
-            outcomes.append(outcome)
-            with (plan.out / "steps.jsonl").open("a") as file:
-                file.write(json.dumps(vars(outcome)) + "\n")
-            harness.console().print(table(outcomes))
+    for group in groups:
+        with ThreadPoolExecutor(max(1, len(group))) as side_by_side:
+            ended = side_by_side.map(lambda step: run(step, min(step.limit, end - time.monotonic()), plan), group)
+            for outcome in ended:
+                outcomes.append(outcome)
+                with (plan.out / "steps.jsonl").open("a") as file:
+                    file.write(json.dumps(vars(outcome)) + "\n")
+        harness.console().print(table(outcomes))
     return outcomes
 
 
-def run(step: Step, seconds: float, plan: Plan, log: Any) -> Outcome:
+def run(step: Step, seconds: float, plan: Plan) -> Outcome:
     """One step, in at most so many seconds."""
     if seconds < _LEAST_SECONDS:
         return Outcome(step.name, step.limit, 0.0, None, "no time was left for it")
     if shutil.which(step.program) is None:
         return Outcome(step.name, step.limit, 0.0, None, f"{step.program} is not on the PATH")
-    log.write(f"\n===== {step.name}: {' '.join(step.command())}\n".encode())
-    log.flush()
-    before, begin = log.tell(), time.monotonic()
-    # The simulated device computes a little at a time, where threads cost more than they bring.
-    environment = dict(os.environ) if plan.is_real else os.environ | {"OMP_NUM_THREADS": "1"}
+    begin = time.monotonic()
+    with tempfile.TemporaryFile() as log:
+        status = _status(step, seconds, plan, log)
+        took = time.monotonic() - begin
+        log.seek(0)
+        printed = log.read().decode(errors="replace").splitlines()
+    head = f"===== {step.name}: {' '.join(step.command())}"
+    with (plan.out / "log.txt").open("a") as file:
+        file.write("\n".join(["", head, *printed, ""]))
+    print("\n".join(["", f"===== {step.name}", *printed[-_LINES_SHOWN:]]), flush=True)
+    says = f"was ended after {seconds:.0f} s" if status is None else f"ended with status {status}" if status else ""
+    if says and printed:
+        says = f"{says}; last: {printed[-1][:200]}"
+    mine = [row for row in results.read(plan.rows) if row["section"] == step.name]
+    return Outcome(step.name, step.limit, round(took, 1), status, says, len(mine), len(results.wrong(mine)))
+
+
+def _status(step: Step, seconds: float, plan: Plan, log: Any) -> int | None:
+    """The exit status; None if the step was ended."""
+    # Matrix products compute the same bits each time only if the variable was there from the beginning.
+    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    if not plan.is_real:  # it computes a little at a time, where threads cost more than they bring
+        environment["OMP_NUM_THREADS"] = "1"
     process = subprocess.Popen(
         step.command(), cwd=harness.ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )
     try:
-        status: int | None = process.wait(timeout=seconds)
-        says = "" if status == 0 else f"ended with status {status}"
+        return process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
-        status, says = None, f"was ended after {seconds:.0f} s"
+        return None
     finally:
         _end(process)
-    took = time.monotonic() - begin
-    with (plan.out / "log.txt").open("rb") as file:
-        file.seek(before)
-        printed = file.read().decode(errors="replace").splitlines()
-    print(f"\n===== {step.name}", *printed[-_LINES_SHOWN:], sep="\n", flush=True)
-    mine = [row for row in results.read(plan.rows) if row["section"] == step.name]
-    wrong = len(results.wrong(mine))
-    if status != 0 and printed:
-        says = f"{says}; last: {printed[-1][:200]}"
-    return Outcome(step.name, step.limit, round(took, 1), status, says, len(mine), wrong)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """The process, and whatever it has started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -236,7 +252,9 @@ def table(outcomes: Sequence[Outcome]) -> Any:
     """A line for each step so far."""
     columns = {"step": "{step}", "what became of it": "{says}", "s": "{seconds:.0f}", "limit": "{limit_s:.0f}"}
     columns |= {"rows": "{rows}", "wrong": "{wrong}"}
-    return harness.row_table("Steps", columns.items(), [vars(one) | {"says": one.says[:60] or "passed"} for one in outcomes], left=2)
+    return harness.row_table(
+        "Steps", columns.items(), [vars(one) | {"says": one.says[:60] or "passed"} for one in outcomes], left=2
+    )
 
 
 if __name__ == "__main__":

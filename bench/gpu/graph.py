@@ -27,15 +27,15 @@ class Captured:
         with torch.cuda.stream(self.stream):
             model, batch_of = case.build(device)
             self.step: GpuStep = mode.prepare(model)
-            batch = batch_of(0, 0)
+            self.batch = batch_of(0, 0)  # replays read it
             for _ in range(_STEPS_BEFORE):
-                self.step.run(batch)
+                self.step.run(self.batch)
             self.eager = [gradient.clone() for gradient in self.step.gradients()]
             self.step.clear()
             self.stream.synchronize()
             # Only this thread's calls may spoil the capture: NCCL's watchdog makes some of its own.
             with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-                super(GpuStep, self.step).run(batch)
+                super(GpuStep, self.step).run(self.batch)
 
     def difference(self) -> float:
         """Of a replay's gradients from those of the last eager step."""

@@ -60,7 +60,7 @@ def _measure(run: Run) -> None:
     contestants = modes(seldom=False)
     steps = [mode.prepare(model) for mode in contestants]
     clocks = [Clock(step.module) for step in steps]
-    rounds = range(-2, 1) if run.quick else range(-_WARMUP, 4 * len(steps))
+    rounds = range(-2, 1) if run.quick else range(-_WARMUP, 3 * len(steps))
     samples = [Samples() for _ in steps]
     for _, number, index in harness.turns(len(steps), rounds):
         times = time_backward(steps[index], clocks[index], batch_of(0, number), run.device)

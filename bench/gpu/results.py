@@ -53,6 +53,7 @@ class Results:
 
     def __init__(self, path: Path | None, section: str) -> None:
         self.section = section
+        self._begin = time.monotonic()
         self.rows: list[harness.Row] = []
         self._path = path
         self._others = [row for row in read(path) if row["section"] != section]
@@ -62,7 +63,7 @@ class Results:
         row: harness.Row = {"section": self.section, "kind": kind}
         row |= {name: _rounded(value) for name, value in columns.items()}
         self.rows.append(row)
-        print(line(row), flush=True)
+        print(f"{time.monotonic() - self._begin:5.1f} s {line(row)}", flush=True)
         if self._path is not None:
             # In one step: a file that was cut off while being written would lose the rows before, too.
             unfinished = self._path.with_suffix(".unfinished")

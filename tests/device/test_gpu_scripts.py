@@ -161,13 +161,13 @@ def test_a_step_that_hangs_is_ended_and_costs_the_others_nothing(tmp_path: Path)
     plan = first_run.Plan(fake_cuda.DEVICE, tmp_path)
     steps = [sleeper(6.0), first_run.Step("next", 60.0, ("-c", "print('here')")), sleeper(100.0)]
     absent = first_run.Step("absent", 60.0, (), program="no-such-program")
-    outcomes = first_run.run_all([steps[0], absent, *steps[1:2]], plan, end=time.monotonic() + 120)
+    outcomes = first_run.run_all([(steps[0], absent), (steps[1],)], plan, end=time.monotonic() + 120)
     assert [(one.step, one.status, one.passed) for one in outcomes] == [
         ("sleeper", None, False),
         ("absent", None, False),
         ("next", 0, True),
     ]
     assert "begun" in outcomes[0].says
-    (late,) = first_run.run_all(steps[2:], plan, end=time.monotonic())
+    (late,) = first_run.run_all([(steps[2],)], plan, end=time.monotonic())
     assert late.says == "no time was left for it"
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 4

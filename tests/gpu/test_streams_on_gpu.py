@@ -99,6 +99,17 @@ def test_the_host_waits_for_nothing(rank: int, view: bool, set_to_none: bool) ->
     torch.cuda.set_sync_debug_mode("default")
 
 
+class Weighted(nn.Module):
+    """The gradient of parameter i is i + 1 times a factor."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.ones(1000, device=device)) for _ in range(6)])
+
+    def forward(self, factor: Tensor) -> Tensor:
+        return torch.stack([(part * factor * (index + 1)).sum() for index, part in enumerate(self.parts)]).sum()
+
+
 @pytest.mark.needs_cuda
 @pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
 @on_ranks(1, pool="gpu_ranks")
@@ -107,9 +118,7 @@ def test_a_captured_step_replays(rank: int, view: bool) -> None:
     torch.cuda.set_device(0)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        module = nn.ParameterList([nn.Parameter(torch.ones(1000, device="cuda")) for _ in range(6)])
-        module.forward = lambda factor: sum((p * factor * (i + 1)).sum() for i, p in enumerate(module))
-        model = fastddp.DistributedDataParallel(module, gradient_as_bucket_view=view, bucket_cap_mb=0.01)
+        model = fastddp.DistributedDataParallel(Weighted("cuda"), gradient_as_bucket_view=view, bucket_cap_mb=0.01)
         factor = torch.ones((), device="cuda")
         for _ in range(11):
             model.zero_grad()
