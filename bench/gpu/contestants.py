@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,13 +88,13 @@ def modes(seldom: bool) -> list[Mode]:
     return [mode for mode in _ALL if mode.seldom == seldom and (mode.engine != "torch" or torch_takes(mode.options))]
 
 
-HOOKS = ("bf16", "fp16", "powersgd4", "int8", "powersgd1", "fp8")
+HOOKS = ("bf16", "int8", "powersgd4", "fp16", "powersgd1", "fp8")
 
 
-def hook_modes() -> list[Mode]:
-    """Each hook of torch beside fastddp's of the same name, where torch has one that works here."""
+def hook_modes(names: Sequence[str] = HOOKS) -> list[Mode]:
+    """Each of these hooks of torch beside fastddp's of the same name, where torch has one that works here."""
     result = [mode for mode in _ALL if mode.name in ("plain", REFERENCE, "torch-again", "fastddp")]
-    for hook in filter(None, map(hook_named, HOOKS)):
+    for hook in filter(None, map(hook_named, names)):
         if hook.works_in_torch():
             result.append(Mode(f"torch+{hook.name}", "torch", hook=hook))
         result.append(Mode(f"fastddp+{hook.name}", "fastddp", hook=hook))

@@ -105,7 +105,9 @@ class Plan:
     def two_ranks(self, limit: float) -> Step:
         """`bench.step` with two ranks on the device; the simulated one has no gloo, so there it is the CPU."""
         device = self.device if self.is_real else "cpu"
-        size = ["--case", "resnet50", "gpt", "--rounds", "12"] if self.is_real else ["--case", "gpt", "--rounds", "1"]
+        size = (
+            ["--case", "resnet50", "gpt", "--rounds", "12"] if self.is_real else ["--case", "500x32sq", "--rounds", "1"]
+        )
         contestants = ["torch", "torch-again", "torch-view", "fastddp", "fastddp-view"]
         arguments = ["--backend", "gloo", "--device", device, "--warmup", "3", "--contestants", *contestants]
         return Step(

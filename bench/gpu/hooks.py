@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from bench.gpu.contestants import REFERENCE, Mode, hook_modes
+from bench.gpu.contestants import HOOKS, REFERENCE, Mode, hook_modes
 from bench.gpu.models import cases
 from bench.gpu.results import Run
 from bench.gpu.step import lonely_group, measure_groups
@@ -19,15 +19,11 @@ _STEPS_UNTIL_LOADED = 4  # PowerSGD loads its kernels in the third
 def measure(run: Run) -> None:
     """Adds a row for each model and contestant, as soon as it is known."""
     torch.backends.cudnn.benchmark = True
+    contestants = hook_modes(HOOKS[:2] if run.quick else HOOKS)
     with lonely_group(run.device):
         with run.not_counted():
-            load_kernels(hook_modes(), run.device)
-        for case in cases(run.quick)[:1]:
-            if run.out_of_time():
-                run.skip(f"training step of {case.name} with hooks")
-                continue
-            measure_groups(run, case, groups_of(hook_modes()), "step with hooks")
-            gc.collect()
+            load_kernels(contestants, run.device)
+        measure_groups(run, cases(run.quick)[0], groups_of(contestants), "step with hooks")
 
 
 def groups_of(modes: Sequence[Mode]) -> list[list[Mode]]:

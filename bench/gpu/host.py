@@ -19,6 +19,7 @@ from bench import harness
 from bench.cases import Batch, case_named
 from bench.gpu.alone import work
 from bench.gpu.contestants import GpuStep, modes
+from bench.gpu.models import cases
 from bench.gpu.results import Run
 from bench.gpu.step import lonely_group
 
@@ -31,7 +32,7 @@ class Clock:
 
     def __init__(self, module: nn.Module) -> None:
         self.first = 0.0
-        # Gradients come in the reverse order of registration, so this is the first one's hook.
+        # What is registered last is used last, so its gradient comes first.
         *_, last = module.parameters()
         last.register_post_accumulate_grad_hook(self._note)
 
@@ -55,7 +56,8 @@ def measure(run: Run) -> None:
 
 
 def _measure(run: Run) -> None:
-    model, batch_of = case_named(_CASE).build(run.device)
+    case = cases(quick=True)[0] if run.quick else case_named(_CASE)
+    model, batch_of = case.build(run.device)
     gradients = len(list(model.parameters()))
     contestants = modes(seldom=False)
     steps = [mode.prepare(model) for mode in contestants]
@@ -72,7 +74,7 @@ def _measure(run: Run) -> None:
         own, plain = by_name[mode.name], by_name[mode.plain]
         run.results.add(
             "host",
-            case=_CASE,
+            case=case.name,
             contestant=mode.name,
             gradients=gradients,
             rounds=len(own.backward),
@@ -85,7 +87,7 @@ def _measure(run: Run) -> None:
     columns = {"contestant": "{contestant}", "backward": "{median_backward_us:.0f}", "p90": "{p90_backward_us:.0f}"}
     columns |= {"from the first gradient": "{median_from_first_us:.0f}", "device still busy": "{median_drain_us:.0f}"}
     columns |= {"added a gradient": "{added_us_per_gradient:.2f}", "launches": "{launches}"}
-    title = f"Host's time of a backward with {gradients} gradients of 32 x 32, µs"
+    title = f"Host's time of a backward with {gradients} gradients, µs: {case.about}"
     run.out.print(harness.row_table(title, columns.items(), run.results.of_kind("host")))
 
 

@@ -58,7 +58,7 @@ def measure(run: Run) -> None:
                 continue
             measure_groups(run, case, [modes(seldom=False)], "step")
             gc.collect()  # a model of which nothing is left when the next one comes
-        if not run.out_of_time():
+        if not run.out_of_time() and not run.quick:
             plain_and_torch = [mode for mode in modes(seldom=False) if mode.name in ("plain", REFERENCE)]
             measure_groups(run, cases(run.quick)[0], [[*plain_and_torch, *modes(seldom=True)]], "step, seldom used")
 
@@ -101,7 +101,7 @@ def _measure_together(
         for mode, step in zip(contestants, steps, strict=True)
     ]
     time_steps(steps, range(-1, 0), batch, run.device)  # back to the algorithms that are not deterministic
-    rounds = len(steps) * (1 if run.quick else 4)
+    rounds = len(steps) * (1 if run.quick else 3)
     samples = time_steps(steps, range(rounds), batch, run.device)
     by_name = dict(zip((mode.name for mode in contestants), samples, strict=True))
     have_a_row = {row["contestant"] for row in run.results.of_kind(kind) if row["case"] == case.name}
