@@ -124,9 +124,9 @@ class Plan:
         return [
             (self.section("facts", 20),),
             (Step("small steps", 60, small_step), self.section("proofs", 60)),
-            (self.section("kernels", 60),),
-            (self.section("step", 120),),
-            (self.section("hooks", 90),),
+            (self.section("kernels", 50),),
+            (self.section("step", 100),),
+            (self.section("hooks", 80),),
             (self.section("host", 40),),
             (self.tests("tests", 100, *some, "tests/gpu"),),
             (self.section("graph", 45),),
