@@ -105,16 +105,11 @@ class Plan:
     def two_ranks(self, limit: float) -> Step:
         """`bench.step` with two ranks on the device; the simulated one has no gloo, so there it is the CPU."""
         device = self.device if self.is_real else "cpu"
-        size = (
-            ["--case", "resnet50", "gpt", "--rounds", "12"] if self.is_real else ["--case", "500x32sq", "--rounds", "1"]
-        )
+        cases, rounds = (["gpt2", "resnet50"], "8") if self.is_real else (["500x32sq"], "1")
+        size = ["--case", *cases, "--rounds", rounds, "--json", str(self.out / "two_ranks.json")]
         contestants = ["torch", "torch-again", "torch-view", "fastddp", "fastddp-view"]
         arguments = ["--backend", "gloo", "--device", device, "--warmup", "3", "--contestants", *contestants]
-        return Step(
-            "two ranks over gloo",
-            limit,
-            ("-m", "bench.step", *arguments, *size, "--json", str(self.out / "two_ranks.json")),
-        )
+        return Step("two ranks over gloo", limit, ("-m", "bench.step", *arguments, *size))
 
     def first(self) -> list[Group]:
         """In order of worth."""
