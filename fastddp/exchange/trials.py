@@ -1,0 +1,188 @@
+"""Trials of kernels: the same call by kernels and by torch's operators, on memory of which every byte is compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNED = 64
+"""Bytes: tensors begin at a multiple of this, unless they are asked to begin behind it."""
+
+_POISON = 0xA5
+"""What memory is made of before somebody writes: small numbers in every dtype of floats, which no case computes."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Sums = Sequence[tuple[float, float]]
+"""What a call has measured: sums of squares, and how many elements are not finite."""
+
+
+class Memory:
+    """One piece of memory with all tensors of a call, and poison around and between them."""
+
+    def __init__(self, capacity: int = 4 << 20) -> None:
+        self._bytes = torch.full((capacity,), _POISON, dtype=torch.uint8, device="cpu")
+        self._used = 0
+
+    def take(
+        self, shape: Sequence[int], dtype: torch.dtype, shift: int = 0, strides: Sequence[int] | None = None
+    ) -> Tensor:
+        """A tensor of poison.
+
+        Args:
+            shape: of the tensor.
+            dtype: of the tensor.
+            shift: how many elements behind a multiple of 64 bytes it begins.
+            strides: of the tensor; None: it is contiguous.
+        """
+        if strides is None:
+            strides = torch.empty(tuple(shape), device="meta").stride()
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        begin = self._used + _ALIGNED + shift * dtype.itemsize
+        end = begin + elements * dtype.itemsize
+        self._used = -(-end // _ALIGNED) * _ALIGNED
+        assert self._used + _ALIGNED <= len(self._bytes), "the case needs more memory"
+        return self._bytes[begin:end].view(dtype).as_strided(tuple(shape), tuple(strides))
+
+    def put(self, values: Tensor, shift: int = 0, strides: Sequence[int] | None = None) -> Tensor:
+        """A tensor with these values; the other arguments are those of :meth:`take`."""
+        return self.take(values.shape, values.dtype, shift, strides).copy_(values)
+
+    @property
+    def used(self) -> Tensor:
+        """All bytes that were taken, and those around them."""
+        return self._bytes[: self._used + _ALIGNED]
+
+
+def _in_other_memory(argument: Any, memory: Tensor, other: Tensor) -> Any:
+    """The argument, with its tensors at the same places of the other memory."""
+    if isinstance(argument, Tensor):
+        begin = argument.data_ptr() - memory.data_ptr()
+        first = other[begin : begin + argument.dtype.itemsize].view(argument.dtype)
+        return first.as_strided(argument.shape, argument.stride())
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_in_other_memory(each, memory, other) for each in argument)
+    return argument
+
+
+def _tensors(argument: Any) -> Iterator[Tensor]:
+    if isinstance(argument, Tensor):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for each in argument:
+            yield from _tensors(each)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, and what it goes through."""
+
+    path: str
+    """In words."""
+    make: Callable[[Memory], tuple[Any, ...]]
+    """Returns the arguments of ``call``; their tensors lie in the memory."""
+    call: Callable[..., Sums]
+    """Gets what has the kernels, then the arguments."""
+    rounded: float = 0.0
+    """How far apart two elements may be that are not expected to be equal bit by bit."""
+    sums_rounded: float = 1e-12
+    """The same for sums of squares, relative to them. Where sums of squares are whole numbers, they are exact."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Cases that lead through all paths of one kernel, or of those that work together."""
+
+    what: str
+    """What the kernels do, and with which dtypes, in words."""
+    kernels: Callable[[torch.device, bool], Any]
+    """Those of a device, as training has them, or for a trial."""
+    operators: Callable[[], Any]
+    """The same, made of torch's operators."""
+    cases: Sequence[Case] = field(repr=False)
+
+    def run(self, device: torch.device, trial: bool = False, reference: torch.device | None = None) -> Iterator[Outcome]:
+        """Make the calls, one after another. The host waits for the device.
+
+        Args:
+            device: where the kernels run.
+            trial: whether kernels are used that nobody has tried. Then none of their calls may be left to operators.
+            reference: where torch's operators run; None: on the same device.
+        """
+        kernels, operators = self.kernels(device, trial), self.operators()
+        for case in self.cases:
+            before = kernels.launches
+            differing = _what_differs(case, kernels, device, operators, reference or device)
+            launches = kernels.launches - before
+            if differing is None and kernels.wrote_around():
+                differing = "memory beside partial sums was written"
+            if differing is None and trial and launches == 0:
+                differing = "no kernel was launched"
+            yield Outcome(case.path, launches, differing)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one case."""
+
+    path: str
+    launches: int
+    differing: str | None
+    """What the kernels did that operators did not; None: both did the same."""
+
+
+def _what_differs(
+    case: Case, kernels: Any, device: torch.device, operators: Any, reference: torch.device
+) -> str | None:
+    host = Memory()
+    given = case.make(host)
+    memory, expected = (host.used.to(where, copy=True) for where in (device, reference))
+    ours, theirs = (_in_other_memory(given, host.used, copy) for copy in (memory, expected))
+    our_sums, their_sums = case.call(kernels, *ours), case.call(operators, *theirs)
+    expected = expected.to(device)
+    if not torch.equal(memory, expected):
+        for tensor in _tensors(ours):
+            wrong = _what_is_wrong(tensor, _in_other_memory(tensor, memory, expected), case.rounded)
+            if wrong is not None:
+                return wrong
+        for tensor in _tensors(ours):  # what may differ is made equal: the rest is memory around tensors
+            if 0 not in tensor.stride():
+                _in_other_memory(tensor, memory, expected).copy_(tensor)
+        if not torch.equal(memory, expected):
+            return "memory was written beside what the kernel is to write"
+    for our_sum, their_sum in zip(our_sums, their_sums, strict=True):
+        if not _same_sum(our_sum, their_sum, case.sums_rounded):
+            return f"the sum of squares, and how many elements are not finite, are {our_sum} in place of {their_sum}"
+    return None
+
+
+def _what_is_wrong(ours: Tensor, theirs: Tensor, rounded: float) -> str | None:
+    """All NaN are alike."""
+    if ours.numel() == 0:
+        return None
+    integer = _INTEGERS[ours.dtype.itemsize]
+    wrong = ours.view(integer) != theirs.view(integer)
+    if ours.dtype.is_floating_point:
+        wrong &= ~(ours.isnan() & theirs.isnan())
+        if rounded > 0.0:
+            wrong &= ~((ours.double() - theirs.double()).abs() <= rounded)
+    places = wrong.nonzero()
+    if len(places) == 0:
+        return None
+    first = tuple(places[0].tolist())
+    return (
+        f"{len(places)} of {wrong.numel()} numbers are not those of torch's operators, the first is "
+        f"{ours[first].item():.8g} in place of {theirs[first].item():.8g}"
+    )
+
+
+def _same_sum(ours: tuple[float, float], theirs: tuple[float, float], rounded: float) -> bool:
+    (squares, odd), (expected, expected_odd) = ours, theirs
+    if not math.isfinite(squares) and not math.isfinite(expected):
+        return odd == expected_odd
+    return odd == expected_odd and abs(squares - expected) <= rounded * expected
