@@ -100,9 +100,11 @@ def _powersgd(what: str, dtype: torch.dtype, rank: int, fills: Sequence[Callable
     return _of_powersgd(f"{what} of {short(dtype)}, rank {rank}", cases)
 
 
-def _of_powersgd(what: str, cases: Sequence[Case]) -> Trial:
-    make: Callable[[torch.device, bool], Any] = lambda device, trial: _C.LowRankKernels(device, trial)  # noqa: E731
-    return Trial(what, make, _C.LowRankKernels.of_operators, cases)
+def _of_powersgd(what: str, cases: Sequence[Case], instead: Callable[[], Any] | None = None) -> Trial:
+    def make(device: torch.device, trial: bool) -> Any:
+        return _C.LowRankKernels(device, trial)
+
+    return Trial(what, make, _C.LowRankKernels.of_operators, cases, instead)
 
 
 _FILLS = (_Matrices.of_every_size, _Matrices.anywhere, _Matrices.without_gradient, _Matrices.without_memory)
@@ -175,7 +177,7 @@ def orthogonalise(rank: int) -> Trial:
         case("refilled vectors", 0.0, 12345, dependent=True),
         case("refilled vectors that are not finite", 1e-3, 2**63 + 5, dependent=True, special=True),
     )
-    return _of_powersgd(f"orthogonalise, rank {rank}", cases)
+    return _of_powersgd(f"orthogonalise, rank {rank}", cases, lambda: _C.LowRankKernels(torch.device("cpu")))
 
 
 # --------------------------------------------------------------------------------------------------------- 8 bits
@@ -215,7 +217,7 @@ class _Blocked:
             self.add(normal((size,), torch.float64, self.random))
 
     def anywhere(self) -> None:
-        for (shift,), size in itertools.product(offsets(self.dtype), (8, 2 * self.block + 5)):
+        for (shift,), size in zip(offsets(self.dtype), itertools.cycle((8, 2 * self.block + 8, 5)), strict=False):
             self.add(normal((size,), torch.float64, self.random), shift)
 
     def special(self) -> None:
@@ -274,7 +276,7 @@ def encode(dtype: torch.dtype, number: str, block: int, drawn: bool) -> Trial:
             call,
         )
         for fill, (error, kept) in itertools.product(_FILLS_OF_BLOCKS, places)
-        if fill is not _Blocked.of_every_size or kept is None or error == kept
+        if fill is _Blocked.anywhere or error == kept
     ]
     return _of_block8(f"encode{' by draws' if drawn else ''} of {short(dtype)} by", number, block, cases)
 

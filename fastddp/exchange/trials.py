@@ -26,7 +26,8 @@ class Memory:
     """One piece of memory with all tensors of a call, and poison around and between them."""
 
     def __init__(self, capacity: int = 4 << 20) -> None:
-        self._bytes = torch.full((capacity,), _POISON, dtype=torch.uint8, device="cpu")
+        self._bytes = torch.empty(capacity, dtype=torch.uint8, device="cpu")
+        self._bytes[:_ALIGNED] = _POISON
         self._used = 0
 
     def take(
@@ -41,12 +42,14 @@ class Memory:
             strides: of the tensor; None: it is contiguous.
         """
         if strides is None:
-            strides = torch.empty(tuple(shape), device="meta").stride()
+            strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        begin = self._used + _ALIGNED + shift * dtype.itemsize
+        before = self._used + _ALIGNED
+        begin = before + shift * dtype.itemsize
         end = begin + elements * dtype.itemsize
         self._used = -(-end // _ALIGNED) * _ALIGNED
         assert self._used + _ALIGNED <= len(self._bytes), "the case needs more memory"
+        self._bytes[before : self._used + _ALIGNED] = _POISON
         return self._bytes[begin:end].view(dtype).as_strided(tuple(shape), tuple(strides))
 
     def put(self, values: Tensor, shift: int = 0, strides: Sequence[int] | None = None) -> Tensor:
@@ -105,6 +108,8 @@ class Trial:
     operators: Callable[[], Any]
     """The same, made of torch's operators."""
     cases: Sequence[Case] = field(repr=False)
+    instead: Callable[[], Any] | None = None
+    """On a device, what runs on the CPU instead of operators, of which there would be too many."""
 
     def run(self, device: torch.device, trial: bool = False, reference: torch.device | None = None) -> Iterator[Outcome]:
         """Make the calls, one after another. The host waits for the device.
@@ -115,6 +120,8 @@ class Trial:
             reference: where torch's operators run; None: on the same device.
         """
         kernels, operators = self.kernels(device, trial), self.operators()
+        if self.instead is not None and device.type != "cpu":
+            operators, reference = self.instead(), torch.device("cpu")
         for case in self.cases:
             before = kernels.launches
             differing = _what_differs(case, kernels, device, operators, reference or device)

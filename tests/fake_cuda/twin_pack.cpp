@@ -96,7 +96,7 @@ void pack_or_unpack(const Launch& launch, int64_t program, bool packs, bool meas
     if (both % access_bytes != 0) ++chunks_by_element;
   }
   auto values = gradient.exist() ? gradient.read() : at::Tensor();
-  if (!packs) {
+  if (!packs && gradient.exist()) {
     values = at::empty({chunk.count}, gradient_dtype);
     move(wire, values, launch.real(kScale));
     gradient.write(values);
