@@ -9,8 +9,8 @@
 
 namespace fastddp {
 
-// In a trial such memory is NaN before a launch, so that a number which a kernel leaves out is missed. So is the memory around
-// it, where nothing may be written.
+// In a trial such memory is NaN before a launch, so that a number which a kernel leaves out shows. There is other memory around
+// it, which shows whether a kernel has written there.
 class Scratch {
  public:
   Scratch(c10::Device device, Purpose purpose) : device_(device), purpose_(purpose) {}

@@ -246,7 +246,7 @@ def measure(wire: torch.dtype) -> Trial:
     def make(memory: Memory, *, special: bool = False, aligned: bool = False) -> tuple[list[Tensor]]:
         random, shifts = random_numbers(), itertools.cycle(range(1, ACCESS // wire.itemsize))
         wires = []
-        for size in (44, 45) if special else (*SMALL, *LARGE[-5:]):
+        for size in (44, 45) if special else (*SMALL, *LARGE):
             values = _special(size, wire, random) if special else whole((size,), wire, random)
             wires.append(memory.put(values, 0 if aligned else next(shifts)))
         return (wires,)

@@ -36,7 +36,7 @@ def load_kernels(
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient, wire in sorted(wanted, key=str):
-        capability = _capability(device)
+        capability = capability_of(device)
         if capability is None:
             continue
         from fastddp.kernels.ahead_of_time import compile_measure, compile_measure_gradients, compile_pack
@@ -63,7 +63,7 @@ def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], ra
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient in sorted(wanted, key=str):
-        capability = _capability(device)
+        capability = capability_of(device)
         if capability is None:
             continue
         from fastddp.kernels.ahead_of_time import LOW_RANK_DTYPES, compile_low_rank
@@ -90,7 +90,7 @@ def load_block8_kernels(
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient in sorted(wanted, key=str):
-        capability = _capability(device)
+        capability = capability_of(device)
         if capability is None:
             continue
         from fastddp.kernels.ahead_of_time import compile_block8
@@ -114,14 +114,14 @@ def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> Non
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device in sorted(devices, key=str):
-        capability = _capability(device)
+        capability = capability_of(device)
         if capability is not None:
             from fastddp.kernels.ahead_of_time import compile_sum_shards
 
             _load(device, [compile_sum_shards(dtype, capability)], kernel_cases.sum_shards(dtype))
 
 
-def _capability(device: torch.device) -> int | None:
+def capability_of(device: torch.device) -> int | None:
     """The device's compute capability; None: no kernels are launched there."""
     # Callers ask this before they import Triton, which takes a second and is of no use on the CPU.
     capability = None if device.type == "cpu" else _C.capability(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,18 +119,45 @@ class Trial:
             trial: whether kernels are used that nobody has tried. Then none of their calls may be left to operators.
             reference: where torch's operators run; None: on the same device.
         """
-        kernels, operators = self.kernels(device, trial), self.operators()
+        return self.compare(self.expected(device, reference), device, trial)
+
+    def expected(self, device: torch.device, reference: torch.device | None = None) -> Iterator[Expected]:
+        """What torch's operators do; arguments as of :meth:`run`."""
+        operators = self.operators()
         if self.instead is not None and device.type != "cpu":
             operators, reference = self.instead(), torch.device("cpu")
         for case in self.cases:
+            host = Memory()
+            arguments = case.make(host)
+            memory = host.used.to(reference or device, copy=True)
+            sums = case.call(operators, *_in_other_memory(arguments, host.used, memory))
+            yield Expected(case, arguments, host.used, memory.to(device), sums)
+
+    def compare(self, expected: Iterable[Expected], device: torch.device, trial: bool) -> Iterator[Outcome]:
+        """What kernels do differently; arguments as of :meth:`run`."""
+        kernels = self.kernels(device, trial)
+        for each in expected:
             before = kernels.launches
-            differing = _what_differs(case, kernels, device, operators, reference or device)
+            differing = _what_differs(each, kernels, device)
             launches = kernels.launches - before
             if differing is None and kernels.wrote_around():
                 differing = "memory beside partial sums was written"
             if differing is None and trial and launches == 0:
                 differing = "no kernel was launched"
-            yield Outcome(case.path, launches, differing)
+            yield Outcome(each.case.path, launches, differing)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What torch's operators have done in one case."""
+
+    case: Case
+    arguments: Any
+    before: Tensor
+    """The memory in which tensors of the arguments lie, on the host."""
+    after: Tensor
+    """The same, on the device."""
+    sums: Sums
 
 
 @dataclass(frozen=True)
@@ -143,26 +170,22 @@ class Outcome:
     """What the kernels did that operators did not; None: both did the same."""
 
 
-def _what_differs(
-    case: Case, kernels: Any, device: torch.device, operators: Any, reference: torch.device
-) -> str | None:
-    host = Memory()
-    given = case.make(host)
-    memory, expected = (host.used.to(where, copy=True) for where in (device, reference))
-    ours, theirs = (_in_other_memory(given, host.used, copy) for copy in (memory, expected))
-    our_sums, their_sums = case.call(kernels, *ours), case.call(operators, *theirs)
-    expected = expected.to(device)
-    if not torch.equal(memory, expected):
+def _what_differs(expected: Expected, kernels: Any, device: torch.device) -> str | None:
+    case, before, after = expected.case, expected.before, expected.after
+    memory = before.to(device, copy=True)
+    ours = _in_other_memory(expected.arguments, before, memory)
+    sums = case.call(kernels, *ours)
+    if not torch.equal(memory, after):
         for tensor in _tensors(ours):
-            wrong = _what_is_wrong(tensor, _in_other_memory(tensor, memory, expected), case.rounded)
+            wrong = _what_is_wrong(tensor, _in_other_memory(tensor, memory, after), case.rounded)
             if wrong is not None:
                 return wrong
         for tensor in _tensors(ours):  # what may differ is made equal: the rest is memory around tensors
             if 0 not in tensor.stride():
-                _in_other_memory(tensor, memory, expected).copy_(tensor)
-        if not torch.equal(memory, expected):
+                tensor.copy_(_in_other_memory(tensor, memory, after))
+        if not torch.equal(memory, after):
             return "memory was written beside what the kernel is to write"
-    for our_sum, their_sum in zip(our_sums, their_sums, strict=True):
+    for our_sum, their_sum in zip(sums, expected.sums, strict=True):
         if not _same_sum(our_sum, their_sum, case.sums_rounded):
             return f"the sum of squares, and how many elements are not finite, are {our_sum} in place of {their_sum}"
     return None
