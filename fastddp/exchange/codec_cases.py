@@ -1,4 +1,4 @@
-"""All paths through the kernels of PowerSGD and of 8 bits, as calls that lead through them: see :mod:`.kernel_cases`."""
+"""All paths through the kernels of PowerSGD and of 8 bits, as calls that lead through them: as :mod:`.kernel_cases`."""
 
 from __future__ import annotations
 
@@ -145,7 +145,16 @@ def orthogonalise(rank: int) -> Trial:
     """Of the three kernels that make PowerSGD's bases orthonormal."""
     lines = CHUNK // rank**2  # that a program has in flight
     block = max(lines, 64)  # of a program, as long as there are few
-    lengths = (rank, lines - 1, lines + 1, block - 1, block, block + 1, 2 * block + 3, *((5 * block,) if rank > 8 else ()))
+    lengths = (
+        rank,
+        lines - 1,
+        lines + 1,
+        block - 1,
+        block,
+        block + 1,
+        2 * block + 3,
+        *((5 * block,) if rank > 8 else ()),
+    )
 
     def bases(memory: Memory, dependent: bool = False, special: bool = False, near: bool = False) -> list[Tensor]:
         random, found = random_numbers(), []
@@ -203,7 +212,7 @@ def _of_block8(what: str, number: str, block: int, cases: Iterable[Case]) -> Tri
 
 
 class _Blocked:
-    """Gradients and the blocks that they have in a wire. Now and then there is a block between them that is no one's."""
+    """Gradients and the blocks that they have in a wire. Now and then there is a block of none between them."""
 
     def __init__(self, memory: Memory, dtype: torch.dtype, block: int) -> None:
         self.memory, self.dtype, self.block = memory, dtype, block

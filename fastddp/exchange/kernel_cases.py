@@ -1,7 +1,7 @@
 """All paths through fastddp's kernels, as calls that lead through them.
 
-A kernel is tried with these calls before it is used, ``fastddp doctor`` makes them, and so do the tests, which demand that
-each branch of a kernel is taken by one of them. A new path in a kernel needs a case here.
+A kernel is tried with these calls before it is used, ``fastddp doctor`` makes them, and so do the tests, which demand
+that each branch of a kernel is taken by one of them. A new path in a kernel needs a case here.
 
 Sizes are those around each number at which a kernel changes its way: an access of 16 bytes, a step, a chunk. Tensors
 begin at every element within 16 bytes. Numbers are mostly whole and small: sums of them are exact in any order.
@@ -36,6 +36,7 @@ _SPECIAL = (_INF, _NAN, -_INF, 0.0, -0.0, 1e-40, -3e-7, 7e4, 1e38, 3e38, 65504.0
 
 
 def random_numbers() -> torch.Generator:
+    """The same numbers each time."""
     return torch.Generator("cpu").manual_seed(0)
 
 
@@ -47,6 +48,7 @@ def whole(shape: Sequence[int], dtype: torch.dtype, random: torch.Generator, mos
 
 
 def normal(shape: Sequence[int], dtype: torch.dtype, random: torch.Generator) -> Tensor:
+    """Normal numbers."""
     return torch.randn(tuple(shape), generator=random, device="cpu", dtype=torch.float64).to(dtype)
 
 
@@ -236,7 +238,9 @@ def unpack(gradient: torch.dtype, wire: torch.dtype) -> Trial:
 def measure_gradients(gradient: torch.dtype) -> Trial:
     """Of the kernel that measures gradients which are not packed."""
     buckets = _buckets(gradient, gradient, packs=True, defined=True)
-    cases = [Case(path, make, lambda kernels, *arguments: kernels.measure_gradients(*arguments)) for path, make in buckets]
+    cases = [
+        Case(path, make, lambda kernels, *arguments: kernels.measure_gradients(*arguments)) for path, make in buckets
+    ]
     return _of_pack(f"measuring gradients of {short(gradient)}", cases)
 
 

@@ -105,8 +105,9 @@ def prove(kernels: Sequence[CompiledKernel], trial: Trial, device: torch.device)
 
 
 def _warn_of_no_trial(names: str, device: torch.device, why: str) -> None:
+    why = why.rstrip(".")
     warnings.warn(
-        f"fastddp: the kernels {names} could not be tried on {device}: {why.rstrip('.')}. Until a later trial, when the "
-        "next exchange is installed, torch's operators do their work: gradients are right, and a step takes longer.",
+        f"fastddp: the kernels {names} could not be tried on {device}: {why}. Until a later trial, when the next "
+        "exchange is installed, torch's operators do their work: gradients are right, and a step takes longer.",
         stacklevel=3,
     )

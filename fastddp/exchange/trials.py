@@ -111,7 +111,9 @@ class Trial:
     instead: Callable[[], Any] | None = None
     """On a device, what runs on the CPU instead of operators, of which there would be too many."""
 
-    def run(self, device: torch.device, trial: bool = False, reference: torch.device | None = None) -> Iterator[Outcome]:
+    def run(
+        self, device: torch.device, trial: bool = False, reference: torch.device | None = None
+    ) -> Iterator[Outcome]:
         """Make the calls, one after another. The host waits for the device.
 
         Args:

@@ -1,8 +1,8 @@
 """Trials notice kernels that are wrong in one of their paths only.
 
-The simulated device breaks programs of a kernel for which something holds (``fake_cuda.break_kernels``): a bit of the
-last element that they write, an element too much, a program that does nothing. A trial of the kernel, as it is made when
-a kernel is loaded, has to notice each.
+The simulated device breaks programs of a kernel for which something holds (``fake_cuda.break_kernels``): a bit of
+the last element that they write, an element too much, a program that does nothing. A trial of the kernel, as it is made
+when a kernel is loaded, has to notice each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -200,7 +199,11 @@ def of_matrices(output: str, itemsize: int, rank: int, memory: bool = True) -> I
         if "offset ==" not in words:
             yield Break(words, holds, "skip", output)
     if output != "partials":
-        behind: Where = lambda f: f["row"] + f["rows"] == f["height"] and f["column"] + f["columns"] == f["width"]  # noqa: E731
+
+        def behind(facts: Facts) -> bool:
+            ends = facts["row"] + facts["rows"], facts["column"] + facts["columns"]
+            return ends == (facts["height"], facts["width"])
+
         yield Break("writes behind it", behind, "after", output)
         yield Break("writes in front of it", equal(row=0, column=0), "before", output)
 
@@ -362,7 +365,11 @@ def of_moves(gradient: torch.dtype, wire: torch.dtype) -> Table:
         ("fastddp_pack_", lambda: kernel_cases.pack(gradient, wire), packs(False)),
         ("fastddp_pack_measuring_", lambda: kernel_cases.pack_measuring(gradient, wire), packs(True)),
         ("fastddp_unpack_", lambda: kernel_cases.unpack(gradient, wire), lambda: of_unpack(gradient, wire)),
-        ("fastddp_measure_gradients_", lambda: kernel_cases.measure_gradients(gradient), lambda: of_measured(gradient.itemsize, True)),
+        (
+            "fastddp_measure_gradients_",
+            lambda: kernel_cases.measure_gradients(gradient),
+            lambda: of_measured(gradient.itemsize, True),
+        ),
         ("fastddp_measure_", lambda: kernel_cases.measure(wire), lambda: of_measured(wire.itemsize, False)),
     ]
 
@@ -371,7 +378,11 @@ def of_power_sgd(dtype: torch.dtype, rank: int) -> Table:
     launching.load_low_rank_kernels([(HERE, dtype)], rank)
     size = dtype.itemsize
     basis: Table = [
-        (name, lambda: codec_cases.orthogonalise(rank), lambda name=name, output=output: of_basis(output, rank, "_re" in name))  # type: ignore[misc]
+        (
+            name,
+            lambda: codec_cases.orthogonalise(rank),
+            lambda name=name, output=output: of_basis(output, rank, "_re" in name),
+        )  # type: ignore[misc]
         for name, output in (
             ("fastddp_gram", "gram"),
             ("fastddp_orthonormalise", "gram"),

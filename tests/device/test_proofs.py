@@ -70,6 +70,7 @@ LAUNCH, LOAD = "launching a kernel failed with CUDA error 701", "loading a kerne
 
 # What is wrong or does not load is so from the beginning on; launches are refused from the third step on.
 @pytest.mark.tier("slow", but_one_in=3)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize(
     ("case", "kernel", "fault", "reason"),
     [
@@ -88,7 +89,7 @@ def test_training_goes_on_by_operators(
     ranks: RankPool, fresh_ranks: RankPool, case: Case, kernel: str, fault: str, reason: str
 ) -> None:
     expected = ranks.run(train, 2, "cpu", case)
-    actual = fresh_ranks.run(train, 2, DEVICE, case, kernel, fault)
+    actual = fresh_ranks.run(train, 2, DEVICE, case, kernel, fault, time_limit=300)
     for (ours, said, launches), (theirs, _, _) in zip(actual, expected, strict=True):
         case.compare(ours, theirs)
         (warning,) = said
@@ -109,7 +110,11 @@ def all_kernels_at_once(rank: int, fault: str) -> tuple[list[str], set[str], set
     fake_cuda.break_kernels("", "none")
     given_up = {name for where, name, _, _ in _C.kernels_given_up() if where == device}
     assert [name for name in given_up if name not in str(findings(checks))] == []
-    return [text for check in checks for text in (*check.wrong, check.error) if text], set(fake_cuda.launches()), given_up
+    return (
+        [text for check in checks for text in (*check.wrong, check.error) if text],
+        set(fake_cuda.launches()),
+        given_up,
+    )
 
 
 @pytest.mark.tier("slow")
@@ -199,7 +204,9 @@ def test_without_memory_nothing_is_tried_and_a_later_load_does_it(rank: int) -> 
     no_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB.\nMore.")
     with (
         mock.patch("fastddp.exchange.trials.Trial.run", side_effect=no_memory),
-        pytest.warns(UserWarning, match=r"fastddp_sum_shards_bf16 could not be tried on .*Tried to allocate 2 MiB\. Un"),
+        pytest.warns(
+            UserWarning, match=r"fastddp_sum_shards_bf16 could not be tried on .*Tried to allocate 2 MiB\. Un"
+        ),
     ):
         load_sum_kernels([here], BF16)
     assert _C.trust_in_kernel(here, "fastddp_sum_shards_bf16") == _C.Trust.untried
@@ -219,7 +226,9 @@ def test_a_kernel_that_writes_beside_its_sums_is_given_up(rank: int) -> None:
     assert _C.has_kernel(here, "fastddp_unpack_fp64_to_fp64")
 
 
-def test_a_proof_holds_for_one_driver_and_for_these_cases_and_without_a_version_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_proof_holds_for_one_driver_and_for_these_cases_and_without_a_version_nothing_is_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     kernel: Any = type("Kernel", (), {"cubin": b"1", "name": "fastddp_pack"})()
     here = torch.device("cpu")
     monkeypatch.setattr(torch.cpu, "get_device_name", lambda device: "A device", raising=False)

@@ -9,10 +9,10 @@ import ast
 import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -100,63 +100,79 @@ class Decided:
     """Of each load and store with a mask: which values were in it."""
 
 
-@contextlib.contextmanager
-def deciding(folder: Path) -> Iterator[Decided]:
-    """What kernels in this folder decide inside."""
-    decided = Decided()
+_MASKED = ("create_masked_load", "create_masked_store")
 
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+
+class _Watch:
+    """Notes what kernels in a folder decide."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+        self.decided = Decided()
+
+    def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_code.co_filename
-        if not name.startswith(str(folder)):
+        if not name.startswith(self.folder):
             return None
-        lines, counts = decided.arcs[name], defaultdict(int)
+        arcs, most = self.decided.arcs[name], self.decided.loops[name]
+        counts: dict[int, int] = defaultdict(int)
         before = frame.f_code.co_firstlineno
-        most = decided.loops[name]
 
         def local(frame: FrameType, event: str, argument: Any) -> Any:
             nonlocal before
             if event == "line":
-                lines.add((before, frame.f_lineno))
+                arcs.add((before, frame.f_lineno))
                 before = frame.f_lineno
                 counts[before] += 1
                 most[before] = max(most.get(before, 0), counts[before])
             elif event == "return":
-                lines.add((before, 0))
+                arcs.add((before, 0))
             return local
 
         return local
 
-    def place() -> tuple[str, int, int] | None:
+    def place(self) -> tuple[str, int, int] | None:
+        """Of the kernel that calls; None: a function of Triton's own does."""
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None and not frame.f_code.co_filename.startswith(str(folder)):
+        while frame is not None and not frame.f_code.co_filename.startswith(self.folder):
             frame = frame.f_back
         if frame is None:
             return None
-        line, column = _position(frame.f_code, frame.f_lasti)
-        return frame.f_code.co_filename, line, column
+        line, _, column, _ = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+        return frame.f_code.co_filename, line or 0, column or 0
 
+    def note_and(self, left: np.ndarray, right: np.ndarray) -> None:
+        at = self.place()
+        if at is None or not left.dtype == right.dtype == np.bool_:
+            return
+        by = self.decided.operands[at]
+        if (left & ~right).any():
+            by.add("right")
+        if (~left & right).any():
+            by.add("left")
+
+    def note_mask(self, mask: np.ndarray) -> None:
+        at = self.place()
+        if at is not None:
+            self.decided.masks[at] |= {bool(value) for value in np.unique(mask)}
+
+
+@contextlib.contextmanager
+def deciding(folder: Path) -> Iterator[Decided]:
+    """What kernels in this folder decide inside."""
+    watch = _Watch(folder)
     create_and, load, store = (getattr(InterpreterBuilder, name) for name in ("create_and", *_MASKED))
 
     def record_and(self: Any, left: Any, right: Any) -> Any:
-        if left.data.dtype == right.data.dtype == np.bool_ and (at := place()) is not None:
-            ours, theirs = np.broadcast_arrays(left.data, right.data)
-            if (ours & ~theirs).any():
-                decided.operands[at].add("right")
-            if (~ours & theirs).any():
-                decided.operands[at].add("left")
-            decided.operands[at] |= set()
+        watch.note_and(left.data, right.data)
         return create_and(self, left, right)
 
-    def record_mask(mask: Any) -> None:
-        if (at := place()) is not None:
-            decided.masks[at] |= {bool(value) for value in np.unique(mask.data)}
-
     def record_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
-        record_mask(mask)
+        watch.note_mask(mask.data)
         return load(self, pointers, mask, *others)
 
     def record_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
-        record_mask(mask)
+        watch.note_mask(mask.data)
         return store(self, pointers, value, mask, *others)
 
     with (
@@ -165,45 +181,27 @@ def deciding(folder: Path) -> Iterator[Decided]:
         mock.patch.object(InterpreterBuilder, _MASKED[1], record_store),
     ):
         before = sys.gettrace()
-        sys.settrace(trace)
+        sys.settrace(watch.trace)
         try:
-            yield decided
+            yield watch.decided
         finally:
             sys.settrace(before)
 
 
-_MASKED = ("create_masked_load", "create_masked_store")
-
-
-def _position(code: CodeType, instruction: int) -> tuple[int, int]:
-    line, _, column, _ = list(code.co_positions())[instruction // 2]
-    return line or 0, column or 0
-
-
 def undecided(decided: Decided, file: Path) -> list[str]:
-    """Source lines of branches that were not taken, and of masks that did not decide, in kernels of this file."""
+    """Functions and lines of branches that were not taken, and of masks that did not decide, in this file."""
     source = file.read_text()
     lines = source.splitlines()
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and _is_kernel(node)]
     missing: list[str] = []
 
     def note(line: int, what: str) -> None:
-        missing.append(f"{lines[line - 1].strip()}: {what}")
+        (name,) = (one.name for one in functions if one.lineno <= line <= (one.end_lineno or 0))
+        missing.append(f"{name}: {lines[line - 1].strip().rstrip(':')}: {what}")
 
-    arcs, loops = decided.arcs[str(file)], decided.loops[str(file)]
-    for function in ast.walk(ast.parse(source)):
-        if not isinstance(function, ast.FunctionDef) or not _is_kernel(function):
-            continue
-        for node in ast.walk(function):
-            if isinstance(node, ast.If):
-                for taken, what in zip(_taken(node, arcs), ("never true", "never false"), strict=True):
-                    if not taken:
-                        note(node.lineno, what)
-            elif isinstance(node, ast.For):
-                first = node.body[0].lineno
-                if loops.get(first, 0) < 2 and "static_range" not in ast.unparse(node.iter):
-                    note(node.lineno, "never repeated" if first in loops else "never entered")
-        if function.body[-1].lineno not in loops:
-            note(function.lineno, "never called")
+    for function in functions:
+        for line, what in _not_taken(function, decided.arcs[str(file)], decided.loops[str(file)]):
+            note(line, what)
     for (name, line, _), by in decided.operands.items():
         if name == str(file) and by != {"left", "right"}:
             note(line, f"of an &, {' and '.join(sorted({'left', 'right'} - by))} never decides")
@@ -211,6 +209,20 @@ def undecided(decided: Decided, file: Path) -> list[str]:
         if name == str(file) and values != {False, True}:
             note(line, f"a mask is always {values.pop()}")
     return sorted(set(missing))
+
+
+def _not_taken(
+    function: ast.FunctionDef, arcs: set[tuple[int, int]], loops: dict[int, int]
+) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.If):
+            for taken, what in zip(_taken(node, arcs), ("never true", "never false"), strict=True):
+                if not taken:
+                    yield node.lineno, what
+        elif isinstance(node, ast.For) and "static_range" not in ast.unparse(node.iter):
+            first = node.body[0].lineno
+            if loops.get(first, 0) < 2:
+                yield node.lineno, "never repeated" if first in loops else "never entered"
 
 
 def _is_kernel(function: ast.FunctionDef) -> bool:
@@ -223,7 +235,3 @@ def _taken(node: ast.If, arcs: set[tuple[int, int]]) -> tuple[bool, bool]:
     inside = range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1)
     to = {target for origin, target in arcs if origin in tested and target not in tested}
     return any(line in inside for line in to), any(line not in inside for line in to)
-
-
-def of_kernels(files: Sequence[Path], decided: Decided) -> list[str]:
-    return [f"{file.name}: {text}" for file in files for text in undecided(decided, file)]
