@@ -85,6 +85,6 @@ std::unique_ptr<Block8Kernels> make_block8_kernels(Block8 format, c10::Device de
 std::unique_ptr<Block8Kernels> make_cpu_block8_kernels(Block8 format, int64_t most_vector_bits = 512);
 std::unique_ptr<Block8Kernels> make_gpu_block8_kernels(Block8 format, c10::Device device,
                                                        Purpose purpose);  // launches the Triton kernels
-std::unique_ptr<Block8Kernels> make_aten_block8_kernels(Block8 format);      // torch's operators, on every device
+std::unique_ptr<Block8Kernels> make_aten_block8_kernels(Block8 format);   // torch's operators, on every device
 
 }  // namespace fastddp

@@ -304,7 +304,8 @@ def add(number: str, block: int, drawn: bool) -> Trial:
 
     def making(error: int | None, in_place: bool, special: bool) -> Callable[[Memory], tuple[Any, ...]]:
         def make(memory: Memory) -> tuple[Any, ...]:
-            random, calls = random_numbers(), []
+            random = random_numbers()
+            calls: list[tuple[Any, ...]] = []
             for count, groups in zip(_SHARDS, (1, 3, program, program + 1, 2 * program + 1), strict=True):
                 wires = [memory.put(_wire(number, block, groups, random)) for _ in range(count)]
                 if special:

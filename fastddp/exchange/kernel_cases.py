@@ -9,6 +9,7 @@ begin at every element within 16 bytes. Numbers are mostly whole and small: sums
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -261,7 +262,7 @@ def measure(wire: torch.dtype) -> Trial:
     cases = [
         Case(
             f"{'aligned' if aligned else 'at all places within 16 bytes'}{', special numbers' if special else ''}",
-            lambda memory, special=special, aligned=aligned: make(memory, special=special, aligned=aligned),
+            functools.partial(make, special=special, aligned=aligned),
             call,
         )
         for special, aligned in itertools.product((False, True), repeat=2)

@@ -7,6 +7,7 @@ when a kernel is loaded, has to notice each.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,14 @@ def equal(**values: int) -> Where:
     return lambda facts: all(facts[name] == value for name, value in values.items())
 
 
+def rest_of_8(rest: int) -> Where:
+    return lambda facts: facts["count"] % 8 == rest
+
+
+def both(one: Where, other: Where) -> Where:
+    return lambda facts: one(facts) and other(facts)
+
+
 def beside(output: str = "result") -> Iterator[Break]:
     yield Break(f"writes behind {output}", equal(is_last=1), "after", output)
     yield Break(f"writes in front of {output}", equal(number=0), "before", output)
@@ -56,7 +65,7 @@ def of_sizes(fault: str = "bit", output: str = "result") -> Iterator[Break]:
         "second chunks": equal(number=1),
         "third chunks": equal(number=2),
         "last chunks, after others": lambda f: bool(f["is_last"]) and f["number"] > 0,
-        **{f"count % 8 == {rest}": lambda f, rest=rest: f["count"] % 8 == rest for rest in range(8)},
+        **{f"count % 8 == {rest}": rest_of_8(rest) for rest in range(8)},
         **{f"count == {count}": equal(count=count) for count in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17)},
         **{f"count == {count}": equal(count=count) for count in (511, 513, 2047, 2049, 4095)},
     }
@@ -219,7 +228,7 @@ def of_project(itemsize: int, rank: int) -> Iterator[Break]:
     yield Break("the last of many rows", lambda f: f["row"] > 2000, "top", "partials")
 
 
-def of_adder() -> Iterator[Break]:
+def of_adder(rank: int) -> Iterator[Break]:
     where: dict[str, Where] = {
         "one": equal(spans=1),
         "two": equal(spans=2),
@@ -227,7 +236,7 @@ def of_adder() -> Iterator[Break]:
         "later elements": lambda f: f["begin"] > 0,
         "less than a program's": lambda f: f["count"] < 128,
         "a program's": equal(count=128),
-        "full ranks": lambda f: f["rank"] > 2,
+        "full ranks": equal(rank=rank),
         "rank 1": equal(rank=1),
     }
     for words, holds in where.items():
@@ -281,7 +290,7 @@ def of_basis(output: str, rank: int, again: bool = False) -> Iterator[Break]:
 
 def full(holds: Where, rank: int) -> Where:
     """The last element of a Gram matrix is 0 where ranks are padded."""
-    return lambda facts: holds(facts) and facts["rank"] == rank
+    return both(holds, equal(rank=rank))
 
 
 def of_runs(block: int, itemsize: int, encodes: bool) -> Iterator[Break]:
@@ -298,7 +307,7 @@ def of_runs(block: int, itemsize: int, encodes: bool) -> Iterator[Break]:
         "less than an access": lambda f: f["count"] < 4,
         **{f"place {place} of a group": equal(place=place) for place in range(4)},
         **{f"the last block at place {place}": equal(last_place=place) for place in range(4)},
-        **{f"count % 8 == {rest}": lambda f, rest=rest: f["count"] % 8 == rest for rest in range(8)},
+        **{f"count % 8 == {rest}": rest_of_8(rest) for rest in range(8)},
         **{f"gradient_offset == {offset}": equal(gradient_offset=offset) for offset in range(itemsize, 16, itemsize)},
         "blocks at the second group": lambda f: f["block"] // 4 == 1,
     }
@@ -346,7 +355,7 @@ def of_add() -> Iterator[Break]:
             yield Break(words, holds, "bit", output)
         yield Break(words, holds, "skip")
         if words != "no errors":
-            yield Break(words, lambda f, holds=holds: f["has_error"] and holds(f), "bit", "error")
+            yield Break(words, both(equal(has_error=1), holds), "bit", "error")
     yield from beside()
     yield Break("writes behind errors", equal(is_last=1), "after", "error")
 
@@ -381,7 +390,7 @@ def of_power_sgd(dtype: torch.dtype, rank: int) -> Table:
         (
             name,
             lambda: codec_cases.orthogonalise(rank),
-            lambda name=name, output=output: of_basis(output, rank, "_re" in name),
+            functools.partial(of_basis, output, rank, "_re" in name),
         )  # type: ignore[misc]
         for name, output in (
             ("fastddp_gram", "gram"),
@@ -393,7 +402,7 @@ def of_power_sgd(dtype: torch.dtype, rank: int) -> Table:
     return [
         ("fastddp_compress", lambda: codec_cases.compress(dtype, rank), lambda: of_compress(size, rank)),
         ("fastddp_project", lambda: codec_cases.project(dtype, rank), lambda: of_project(size, rank)),
-        ("fastddp_sum_partials", lambda: codec_cases.project(dtype, rank), of_adder),
+        ("fastddp_sum_partials", lambda: codec_cases.project(dtype, rank), lambda: of_adder(rank)),
         ("fastddp_reconstruct", lambda: codec_cases.reconstruct(dtype, rank), lambda: of_reconstruct(size, rank)),
         *basis,
     ]

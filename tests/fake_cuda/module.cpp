@@ -34,7 +34,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("break_device", [&] { simulator.is_broken = true; });
   m.def(
       "break_kernels",
-      [](const std::string& part_of_name, const std::string& fault, const py::object& where, const std::string& output) {
+      [](const std::string& part_of_name, const std::string& fault, const py::object& where,
+         const std::string& output) {
         std::function<bool(const Facts&)> ask;
         if (!where.is_none()) {
           // Never destroyed: that would take the GIL.

@@ -137,9 +137,8 @@ std::optional<Twin> basis_twin(const std::string& kernel) {
   const auto run = [=](const Launch& launch, int64_t number) {
     is_gram ? Rows(launch, number, padded).store_gram(2, number) : orthonormalise(launch, number, padded, last);
   };
-  return Twin{is_gram ? size_t{3} : size_t{7}, run, [=](const Launch& launch, int64_t number) {
-                return describe(launch, number, padded, is_gram, last);
-              }};
+  return Twin{is_gram ? size_t{3} : size_t{7}, run,
+              [=](const Launch& launch, int64_t number) { return describe(launch, number, padded, is_gram, last); }};
 }
 
 }  // namespace fake_cuda

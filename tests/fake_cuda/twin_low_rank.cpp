@@ -166,8 +166,7 @@ std::optional<Twin> low_rank_twin(const std::string& kernel) {
                     : match[1] == "project"  ? Step::project
                                              : Step::reconstruct;
   const auto dtype = sums ? at::kFloat : dtype_of(match[2]);
-  return Twin{sums ? size_t{4} : size_t{3},
-              [=](const Launch& launch, int64_t program) { run(launch, program, dtype); },
+  return Twin{sums ? size_t{4} : size_t{3}, [=](const Launch& launch, int64_t program) { run(launch, program, dtype); },
               [=](const Launch& launch, int64_t program) { return describe(launch, program, step, dtype); }};
 }
 

@@ -208,7 +208,8 @@ std::optional<Twin> pack_twin(const std::string& kernel) {
   if (std::regex_match(kernel, match, moves)) {
     const bool packs = match[1] != "unpack", measures = match[1] != "pack";
     const auto source = dtype_of(match[2]), target = dtype_of(match[3]);
-    return Twin{measures ? size_t{5} : size_t{4}, [=](const Launch& launch, int64_t program) {
+    return Twin{measures ? size_t{5} : size_t{4},
+                [=](const Launch& launch, int64_t program) {
                   pack_or_unpack(launch, program, packs, measures, packs ? source : target, packs ? target : source);
                 },
                 [=](const Launch& launch, int64_t program) {
