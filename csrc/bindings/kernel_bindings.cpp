@@ -81,6 +81,10 @@ std::vector<BlockedGradient> blocked(const Blocked& given) {
   return gradients;
 }
 
+Purpose purpose(bool trial) {
+  return trial ? Purpose::trial : Purpose::training;
+}
+
 Rounding rounding(std::optional<uint64_t> key) {
   return key ? Rounding(Dice{*key}) : std::nullopt;
 }
@@ -111,7 +115,9 @@ void bind_kernels(py::module_& m) {
           py::arg("slices"), py::arg("device"), no_gil);
 
   py::class_<Kernels>(m, "Kernels", "Moves gradients to a wire and back, as the reducer does for one bucket.")
-      .def(py::init([](c10::Device device) { return make_kernels(device); }), py::arg("device"))
+      .def(py::init([](c10::Device device, bool trial) { return make_kernels(device, purpose(trial)); }),
+           py::arg("device"), py::arg("trial") = false)
+      .def_static("of_operators", &make_aten_kernels, "Those made of torch's operators.")
       .def(
           "pack",
           [](Kernels& kernels, const OptionalTensors& gradients, const Tensors& views, double scale) {
@@ -130,30 +136,35 @@ void bind_kernels(py::module_& m) {
           "pack(); returns the sum of squares and the number of elements that are not finite of each gradient.")
       .def(
           "measure_gradients",
-          [](Kernels& kernels, const OptionalTensors& gradients) {
+          [](Kernels& kernels, const OptionalTensors& gradients, const std::optional<Tensors>& given) {
             Tensors views;
             for (const auto& gradient : gradients) views.push_back(gradient.value());
+            if (given) views = *given;
             auto sums = sums_of(views);
             kernels.measure_gradients(slots(gradients, views), sums);
             return pairs(sums);
           },
-          py::arg("gradients"), no_gil, "What pack_measuring() would return.")
+          py::arg("gradients"), py::arg("views") = py::none(), no_gil,
+          "What pack_measuring() would return. `views` say in which order elements are read; None: in their own.")
       .def(
           "unpack",
           [](Kernels& kernels, const OptionalTensors& gradients, const Tensors& views, bool measuring) {
             return kernels.unpack(slots(gradients, views), measuring);
           },
           py::arg("gradients"), py::arg("views"), py::arg("measuring") = false, no_gil,
-          "gradient = cast(view) for each pair; returns what measure() would, if asked and able.")
+          "gradient = cast(view) for each pair whose gradient is not None; returns what measure() would, if asked and able.")
       .def(
           "measure", [](Kernels& kernels, const at::Tensor& wire) { return add_up(kernels.measure(wire)); },
           py::arg("wire"), no_gil, "fp64 pair: the sum of squares, and the number of elements that are not finite.")
+      .def("wrote_around", &Kernels::wrote_around, no_gil,
+           "In a trial: whether a kernel has written beside its partial sums.")
       .def_property_readonly("launches", &Kernels::launches, "Kernels launched up to now.")
       .def_property_readonly("uploads", &Kernels::uploads, "Tables sent to the device up to now.");
 
   py::class_<LowRankKernels>(m, "LowRankKernels",
                              "PowerSGD's kernels, over (gradient, memory, p, q); csrc/codec/low_rank_kernels.h.")
-      .def(py::init([](c10::Device device) { return make_low_rank_kernels(device); }), py::arg("device"))
+      .def(py::init([](c10::Device device, bool trial) { return make_low_rank_kernels(device, purpose(trial)); }),
+           py::arg("device"), py::arg("trial") = false)
       .def_static("of_operators", &make_aten_low_rank_kernels, "Those made of torch's operators.")
       .def(
           "compress",
@@ -178,15 +189,17 @@ void bind_kernels(py::module_& m) {
           [](LowRankKernels& kernels, const std::vector<at::Tensor>& bases, double epsilon,
              std::optional<uint64_t> refill) { kernels.orthogonalise(numbered(bases), epsilon, refill); },
           py::arg("bases"), py::arg("epsilon") = 0.0, py::arg("refill") = py::none(), no_gil)
+      .def("wrote_around", &LowRankKernels::wrote_around, no_gil,
+           "In a trial: whether a kernel has written beside its partial sums.")
       .def_property_readonly("launches", &LowRankKernels::launches, "Kernels launched up to now.")
       .def_property_readonly("uploads", &LowRankKernels::uploads, "Tables sent to the device up to now.");
 
   py::class_<Block8Kernels>(m, "Block8Kernels",
                             "Gradients as numbers of 8 bits, (gradient, first block); csrc/codec/block8_kernels.h.")
-      .def(py::init([](const std::string& number, int64_t block, c10::Device device) {
-             return make_block8_kernels(block8_of(number, block), device);
+      .def(py::init([](const std::string& number, int64_t block, c10::Device device, bool trial) {
+             return make_block8_kernels(block8_of(number, block), device, purpose(trial));
            }),
-           py::arg("number"), py::arg("block"), py::arg("device"))
+           py::arg("number"), py::arg("block"), py::arg("device"), py::arg("trial") = false)
       .def_static(
           "of_operators",
           [](const std::string& number, int64_t block) { return make_aten_block8_kernels(block8_of(number, block)); },
@@ -221,6 +234,8 @@ void bind_kernels(py::module_& m) {
             return add_up(kernels.decode(blocked(gradients), wire));
           },
           py::arg("gradients"), py::arg("wire"), no_gil)
+      .def("wrote_around", &Block8Kernels::wrote_around, no_gil,
+           "In a trial: whether a kernel has written beside its partial sums.")
       .def_property_readonly("launches", &Block8Kernels::launches, "Kernels launched up to now.")
       .def_property_readonly("uploads", &Block8Kernels::uploads, "Tables sent to the device up to now.");
 
@@ -264,16 +279,30 @@ void bind_kernels(py::module_& m) {
       },
       py::arg("device"), no_gil, "Compute capability without the dot; None where there is no CUDA driver.");
   m.def(
-      "sum_shards", [](const at::Tensor& shards, const at::Tensor& target) { sum_shards(shards, target); },
-      py::arg("shards"), py::arg("target"), no_gil,
+      "sum_shards",
+      [](const at::Tensor& shards, const at::Tensor& target, bool trial) {
+        sum_shards(shards, target, purpose(trial));
+      },
+      py::arg("shards"), py::arg("target"), py::arg("trial") = false, no_gil,
       "target = the rows of shards, of 16 bits, added up in fp32 in their order and rounded once.");
+  m.def("sum_shards_with_operators", &sum_shards_with_operators, py::arg("shards"), py::arg("target"), no_gil,
+        "The same by torch's operators.");
   m.def("keep_busy", &keep_busy, py::arg("device"), py::arg("seconds"), no_gil,
         "Gives the current stream of a device something to do for about so long; csrc/device/busy.h.");
+  py::enum_<Trust>(m, "Trust", "Whether a kernel is used; csrc/device/compiled_kernels.h.")
+      .value("untried", Trust::untried)
+      .value("proven", Trust::proven)
+      .value("given_up", Trust::given_up);
   m.def(
-      "has_kernel", [](c10::Device device, const std::string& name) { return find_kernel(device, name) != nullptr; },
-      py::arg("device"), py::arg("name"), no_gil, "Whether it is loaded, and has not been given up.");
-  m.def("is_known_kernel", &is_known, py::arg("device"), py::arg("name"), no_gil,
-        "Whether it is loaded, or has been given up.");
+      "has_kernel",
+      [](c10::Device device, const std::string& name) {
+        return find_kernel(device, name, Purpose::training) != nullptr;
+      },
+      py::arg("device"), py::arg("name"), no_gil, "Whether it is loaded and proven.");
+  m.def("trust_in_kernel", &trust_in, py::arg("device"), py::arg("name"), no_gil,
+        "None if it has neither been loaded nor given up.");
+  m.def("prove_kernel", &note_proven, py::arg("device"), py::arg("name"), no_gil,
+        "Use it from here on, unless it has been given up.");
   m.def(
       "give_up_kernel",
       [](c10::Device device, const std::string& name, const std::string& place, const std::string& reason) {
@@ -292,14 +321,14 @@ void bind_kernels(py::module_& m) {
   m.def(
       "load_kernel",
       [](c10::Device device, std::string name, const py::bytes& cubin, unsigned warps, unsigned shared_bytes,
-         size_t parameters, size_t scratch, std::vector<int64_t> tile, std::string place, const std::string& proof) {
+         size_t parameters, size_t scratch, std::vector<int64_t> tile, std::string place, Trust trust) {
         const CompiledKernel kernel{std::move(name), cubin, warps, shared_bytes, parameters, scratch, std::move(tile)};
         const py::gil_scoped_release release;
-        load_kernel(device, kernel, std::move(place), proof);
+        load_kernel(device, kernel, std::move(place), trust);
       },
       py::arg("device"), py::arg("name"), py::arg("cubin"), py::arg("warps"), py::arg("shared_bytes"),
       py::arg("parameters"), py::arg("scratch_parameters"), py::arg("tile"), py::arg("place") = "",
-      py::arg("proof") = "");
+      py::arg("trust") = Trust::untried);
   m.def(
       "use_driver",
       [](const c10::Device& device, const std::string& library) { CudaDriver::use(device.type(), library); },

@@ -7,6 +7,8 @@
 #include <optional>
 #include <vector>
 
+#include "device/compiled_kernels.h"
+
 namespace fastddp {
 
 // Note [Blocks of 8 bits]
@@ -69,18 +71,20 @@ class Block8Kernels {
   // gradient = value, rounded to its dtype. Returns the same as Kernels::measure() would for the gradients.
   virtual at::Tensor decode(const std::vector<BlockedGradient>& gradients, const at::Tensor& wire) = 0;
 
-  // As Kernels::launches() and uploads().
+  // As Kernels::launches(), uploads() and wrote_around().
   virtual size_t launches() const { return 0; }
   virtual size_t uploads() const { return 0; }
+  virtual bool wrote_around() const { return false; }
 };
 
 // The kernels that fit the device, as make_kernels().
-std::unique_ptr<Block8Kernels> make_block8_kernels(Block8 format, c10::Device device);
+std::unique_ptr<Block8Kernels> make_block8_kernels(Block8 format, c10::Device device,
+                                                   Purpose purpose = Purpose::training);
 
 // One pass each, over at::parallel_for, with the processor's widest vectors of at most so many bits.
 std::unique_ptr<Block8Kernels> make_cpu_block8_kernels(Block8 format, int64_t most_vector_bits = 512);
-std::unique_ptr<Block8Kernels> make_gpu_block8_kernels(Block8 format,
-                                                       c10::Device device);  // launches the Triton kernels
-std::unique_ptr<Block8Kernels> make_aten_block8_kernels(Block8 format);      // torch's operators, on every device
+std::unique_ptr<Block8Kernels> make_gpu_block8_kernels(Block8 format, c10::Device device,
+                                                       Purpose purpose);  // launches the Triton kernels
+std::unique_ptr<Block8Kernels> make_aten_block8_kernels(Block8 format);   // torch's operators, on every device
 
 }  // namespace fastddp

@@ -1,14 +1,11 @@
 // Block8 on a GPU: launches the Triton kernels of kernels/block8_kernels.py, once for all gradients of a call. torch's
 // operators do what these kernels cannot.
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <bit>
-#include <iterator>
 #include <map>
 
 #include "codec/block8_tables.h"
-#include "device/proof.h"
+#include "device/scratch.h"
 #include "pack/kernels.h"
 
 namespace fastddp {
@@ -34,18 +31,6 @@ bool is_aligned(const at::Tensor& wire) {
 
 const void* pointer_or_null(const at::Tensor& error) {
   return error.defined() ? error.const_data_ptr() : nullptr;
-}
-
-std::vector<at::Tensor> defined(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> those;
-  std::ranges::copy_if(tensors, std::back_inserter(those), [](const at::Tensor& tensor) { return tensor.defined(); });
-  return those;
-}
-
-std::vector<at::Tensor> gradients_of(const std::vector<BlockedGradient>& blocked) {
-  std::vector<at::Tensor> gradients;
-  for (const auto& [gradient, first_block] : blocked) gradients.push_back(gradient);
-  return gradients;
 }
 
 int64_t key_of(const Rounding& rounding) {
@@ -77,16 +62,22 @@ class GradientTables {
 
 class GpuBlock8Kernels : public Block8Kernels {
  public:
-  GpuBlock8Kernels(Block8 format, c10::Device device, const CudaDriver& driver)
-      : format_(format), device_(device), driver_(driver), decode_(device, driver), launcher_(device, driver) {}
+  GpuBlock8Kernels(Block8 format, c10::Device device, const CudaDriver& driver, Purpose purpose)
+      : format_(format),
+        device_(device),
+        driver_(driver),
+        purpose_(purpose),
+        decode_(device, driver),
+        launcher_(device, driver),
+        scratch_(device, purpose) {}
 
   void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& kept,
               const at::Tensor& wire, double scale, Rounding rounding) override {
     const auto* kernel = find("encode", gradients, wire, error, rounding.has_value());
     if (kernel == nullptr) return otherwise_->encode(gradients, error, kept, wire, scale, rounding);
     const auto tables = of_call(encode_, gradients.front().first_block).refresh(gradients, format_, kernel->tile.at(0));
-    run_trusted(
-        {kernel}, [&] { return Written{defined({wire, error, kept}), {}, {}}; },
+    launch_or_else(
+        {kernel},
         [&] {
           launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), pointer_or_null(error), pointer_or_null(kept),
                         tables.gradients, tables.runs, scale, key_of(rounding));
@@ -96,7 +87,7 @@ class GpuBlock8Kernels : public Block8Kernels {
 
   void add(const std::vector<at::Tensor>& shards, const at::Tensor& target, const at::Tensor& error, Rounding rounding,
            int64_t first_element) override {
-    const auto* kernel = find_kernel(device_, name_of_kernel("add", rounding.has_value()));
+    const auto* kernel = find_kernel(device_, name_of_kernel("add", rounding.has_value()), purpose_);
     if (kernel == nullptr || !is_aligned(target) || !std::ranges::all_of(shards, is_aligned)) {
       return otherwise_->add(shards, target, error, rounding, first_element);
     }
@@ -104,8 +95,8 @@ class GpuBlock8Kernels : public Block8Kernels {
     const auto blocks = target.numel() / format_.group_bytes() * Block8::kBlocks;
     const auto elements = kernel->tile.at(0);
     const auto programs = static_cast<unsigned>((blocks * format_.block + elements - 1) / elements);
-    run_trusted(
-        {kernel}, [&] { return Written{defined({target, error}), {}, {}}; },
+    launch_or_else(
+        {kernel},
         [&] {
           launcher_.run(*kernel, programs, addresses.const_data_ptr(), static_cast<int64_t>(shards.size()),
                         target.const_data_ptr(), pointer_or_null(error), blocks, first_element, key_of(rounding));
@@ -117,9 +108,9 @@ class GpuBlock8Kernels : public Block8Kernels {
     const auto* kernel = find("decode", gradients, wire, {});
     if (kernel == nullptr) return otherwise_->decode(gradients, wire);
     const auto tables = decode_.refresh(gradients, format_, kernel->tile.at(0));
-    auto partials = at::empty({tables.programs, 2}, at::TensorOptions().dtype(at::kDouble).device(device_));
-    run_trusted(
-        {kernel}, [&] { return Written{gradients_of(gradients), {}, partials}; },
+    auto partials = scratch_.empty({tables.programs, 2}, at::kDouble);
+    launch_or_else(
+        {kernel},
         [&] {
           launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), tables.gradients, tables.runs,
                         partials.const_data_ptr());
@@ -136,6 +127,8 @@ class GpuBlock8Kernels : public Block8Kernels {
     for (const auto& [first, table] : add_) uploads += table.uploads();
     return uploads;
   }
+
+  bool wrote_around() const override { return scratch_.wrote_around(); }
 
  private:
   // Each call of a window has its own tables. Its first block or element in the wire identifies the call.
@@ -158,26 +151,28 @@ class GpuBlock8Kernels : public Block8Kernels {
     for (const auto& [gradient, first_block] : gradients) {
       if (gradient.scalar_type() != dtype || gradient.is_neg() || !gradient.is_contiguous()) return nullptr;
     }
-    return find_kernel(device_, name_of_kernel(std::string(form) + "_" + triton_name(dtype), drawn));
+    return find_kernel(device_, name_of_kernel(std::string(form) + "_" + triton_name(dtype), drawn), purpose_);
   }
 
   const Block8 format_;
   const c10::Device device_;
   const CudaDriver& driver_;
+  const Purpose purpose_;
   const std::unique_ptr<Block8Kernels> otherwise_ = make_aten_block8_kernels(format_);
   // Each kind of call has its own tables, since they run on different streams.
   std::map<int64_t, GradientTables> encode_;
   std::map<int64_t, DeviceTable> add_;
   GradientTables decode_;
   Launcher launcher_;
+  Scratch scratch_;
 };
 
 }  // namespace
 
-std::unique_ptr<Block8Kernels> make_gpu_block8_kernels(Block8 format, c10::Device device) {
+std::unique_ptr<Block8Kernels> make_gpu_block8_kernels(Block8 format, c10::Device device, Purpose purpose) {
   TORCH_CHECK_VALUE(device.has_index(), "fastddp: device '", device, "' has no index; name one, as in '", device,
                     ":0'");
-  return std::make_unique<GpuBlock8Kernels>(format, device, *CudaDriver::of(device.type()));
+  return std::make_unique<GpuBlock8Kernels>(format, device, *CudaDriver::of(device.type()), purpose);
 }
 
 }  // namespace fastddp

@@ -7,6 +7,8 @@
 #include <optional>
 #include <vector>
 
+#include "device/compiled_kernels.h"
+
 namespace fastddp {
 
 // One gradient. P and Q are fp32, or fp64 if the gradient is fp64. All arithmetic happens in their dtype.
@@ -49,19 +51,21 @@ class LowRankKernels {
   // pseudo-random one, the same on all ranks, so that it can grow again.
   virtual void orthogonalise(const std::vector<Basis>& bases, double epsilon, std::optional<uint64_t> refill) = 0;
 
-  // As Kernels::launches() and uploads().
+  // As Kernels::launches(), uploads() and wrote_around().
   virtual size_t launches() const { return 0; }
   virtual size_t uploads() const { return 0; }
+  virtual bool wrote_around() const { return false; }
 };
 
 constexpr const char* kNoGradient = "fastddp: no gradient to reconstruct into";
 
 // The kernels that fit the device, as make_kernels().
-std::unique_ptr<LowRankKernels> make_low_rank_kernels(c10::Device device);
+std::unique_ptr<LowRankKernels> make_low_rank_kernels(c10::Device device, Purpose purpose = Purpose::training);
 
 std::unique_ptr<LowRankKernels> make_cpu_low_rank_kernels();  // one pass each, vectorised, spread over at::parallel_for
-std::unique_ptr<LowRankKernels> make_gpu_low_rank_kernels(c10::Device device);  // launches the Triton kernels
-std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels();                   // torch's operators, on every device
+std::unique_ptr<LowRankKernels> make_gpu_low_rank_kernels(c10::Device device,
+                                                          Purpose purpose);  // launches the Triton kernels
+std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels();                // torch's operators, on every device
 
 // The seed of the random vectors of one basis.
 inline uint64_t seed_of(const Basis& basis, uint64_t seed) {

@@ -2,6 +2,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <bit>
+
 #include "codec/low_rank_kernels.h"
 #include "device/cuda_driver.h"
 #include "pack/kernels.h"
@@ -13,11 +15,18 @@ const at::Tensor& m_of(const LowRankMatrix& matrix) {
   return matrix.memory.defined() ? matrix.memory : matrix.gradient;
 }
 
-// Uses only operators that torch has on every device. The values differ from the CPU's.
+// pseudo_random() of orthogonalise_cpu.h for all elements of a vector, in int64, whose products wrap around.
 at::Tensor pseudo_random_vector(uint64_t seed, int64_t vector, const at::Tensor& like) {
-  const auto index = at::arange(like.numel(), like.options().dtype(at::kDouble));
-  const auto phase = static_cast<double>(seed * 0x9e3779b97f4a7c15u >> 40) + 0.618 * static_cast<double>(vector + 1);
-  return ((index + phase) * 12.9898).sin().mul(43758.5453).frac().sub(0.5);
+  const auto number = [](uint64_t bits) { return std::bit_cast<int64_t>(bits); };
+  const auto right = [&](const at::Tensor& bits, int64_t by) {
+    return bits.bitwise_right_shift(by).bitwise_and(number(~uint64_t{0} >> by));
+  };
+  const auto first = number(static_cast<uint64_t>(vector) * 0x100000001b3u + 1);
+  auto bits = at::arange(like.numel(), like.options().dtype(at::kLong)).add(first);
+  bits = bits.mul(number(0x9e3779b97f4a7c15u)).add(number(seed));
+  bits = bits.bitwise_xor(right(bits, 30)).mul(number(0xbf58476d1ce4e5b9u));
+  bits = bits.bitwise_xor(right(bits, 27)).mul(number(0x94d049bb133111ebu));
+  return right(bits.bitwise_xor(right(bits, 31)), 11).to(at::kDouble).mul(0x1p-52).sub(1.0);
 }
 
 at::Tensor without_earlier(at::Tensor vector, const std::vector<at::Tensor>& earlier) {
@@ -90,9 +99,10 @@ std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels() {
   return std::make_unique<AtenLowRankKernels>();
 }
 
-std::unique_ptr<LowRankKernels> make_low_rank_kernels(c10::Device device) {
+std::unique_ptr<LowRankKernels> make_low_rank_kernels(c10::Device device, Purpose purpose) {
   if (device.is_cpu()) return make_cpu_low_rank_kernels();
-  return CudaDriver::of(device.type()) != nullptr ? make_gpu_low_rank_kernels(device) : make_aten_low_rank_kernels();
+  if (CudaDriver::of(device.type()) == nullptr) return make_aten_low_rank_kernels();
+  return make_gpu_low_rank_kernels(device, purpose);
 }
 
 }  // namespace fastddp

@@ -34,7 +34,7 @@ Key key(c10::Device device, const std::string& name) {
 
 }  // namespace
 
-void load_kernel(c10::Device device, const CompiledKernel& kernel, std::string place, std::filesystem::path proof) {
+void load_kernel(c10::Device device, const CompiledKernel& kernel, std::string place, Trust trust) {
   const auto* driver = CudaDriver::of(device.type());
   TORCH_CHECK(driver != nullptr, "fastddp: no CUDA driver (libcuda.so.1) was found for ", device, see("FD040"));
   TORCH_CHECK_VALUE(kernel.scratch_parameters <= kMostScratch, "fastddp: kernel ", kernel.name, " takes ",
@@ -42,23 +42,34 @@ void load_kernel(c10::Device device, const CompiledKernel& kernel, std::string p
   auto* function = driver->load(device, kernel.cubin, kernel.name, kernel.shared_bytes,
                                 kernel.parameters + kernel.scratch_parameters);
   const LaunchableFunction launchable{function, kWarp * kernel.warps, kernel.shared_bytes};
-  std::error_code no_answer;
-  const auto trust = !proof.empty() && std::filesystem::exists(proof, no_answer) ? Trust::proven : Trust::untried;
-  std::unique_ptr<LoadedKernel> made(new LoadedKernel{device, kernel.name, launchable, kernel.parameters, kernel.tile,
-                                                      std::move(place), std::move(proof), trust});
+  std::unique_ptr<LoadedKernel> made(
+      new LoadedKernel{device, kernel.name, launchable, kernel.parameters, kernel.tile, std::move(place), trust});
   const std::lock_guard lock(kernels_mutex);
   loaded().try_emplace(key(device, kernel.name), std::move(made));
 }
 
-const LoadedKernel* find_kernel(c10::Device device, const std::string& name) {
+const LoadedKernel* find_kernel(c10::Device device, const std::string& name, Purpose purpose) {
   const std::lock_guard lock(kernels_mutex);
   const auto found = loaded().find(key(device, name));
-  return found == loaded().end() || found->second->trust == Trust::given_up ? nullptr : found->second.get();
+  if (found == loaded().end()) return nullptr;
+  const Trust trust = found->second->trust;
+  const bool may = trust == Trust::proven || (trust == Trust::untried && purpose == Purpose::trial);
+  return may ? found->second.get() : nullptr;
 }
 
-bool is_known(c10::Device device, const std::string& name) {
+std::optional<Trust> trust_in(c10::Device device, const std::string& name) {
   const std::lock_guard lock(kernels_mutex);
-  return loaded().contains(key(device, name)) || gone().contains(key(device, name));
+  const auto where = key(device, name);
+  if (gone().contains(where)) return Trust::given_up;
+  const auto found = loaded().find(where);
+  return found == loaded().end() ? std::nullopt : std::optional(found->second->trust.load());
+}
+
+void note_proven(c10::Device device, const std::string& name) {
+  const std::lock_guard lock(kernels_mutex);
+  const auto found = loaded().find(key(device, name));
+  auto untried = Trust::untried;
+  if (found != loaded().end()) found->second->trust.compare_exchange_strong(untried, Trust::proven);
 }
 
 std::string note_given_up(const GivenUp& kernel) {
@@ -79,6 +90,13 @@ std::vector<GivenUp> given_up() {
   std::vector<GivenUp> all;
   for (const auto& [where, kernel] : gone()) all.push_back(kernel);
   return all;
+}
+
+void give_up(std::initializer_list<const LoadedKernel*> kernels, const LaunchError& error) {
+  for (const auto* kernel : kernels) {
+    const auto warning = note_given_up({kernel->device, kernel->name, kernel->place, error.what_without_backtrace()});
+    if (!warning.empty()) TORCH_WARN(warning);
+  }
 }
 
 const char* triton_name(c10::ScalarType dtype) {

@@ -6,7 +6,8 @@
 #include <c10/util/Exception.h>
 
 #include <atomic>
-#include <filesystem>
+#include <initializer_list>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,12 +26,17 @@ struct CompiledKernel {
   std::vector<int64_t> tile;  // the most that one program works on
 };
 
-// Note [A kernel proves itself where it first runs]
-// Nobody has run these binaries on every GPU, with every driver. So the first call of a kernel is done twice, by the kernel and
-// by torch's operators, and the results are compared on the device (proof.h). A kernel is given up if it writes something else,
-// does not load, or fails to launch at any time. From then on operators do its work in this process. Operators write what other
-// ranks' kernels write, bit for bit; PowerSGD's sums agree to rounding.
+// Note [A kernel proves itself before it is used]
+// Nobody has run these binaries on every GPU, with every driver. So a kernel that is loaded for the first time in such a place is
+// tried: it makes calls with made-up numbers that lead through all of its paths (fastddp/exchange/kernel_cases.py), and torch's
+// operators make the same calls on the same device. The results, and the memory around them, must be equal. Only then is the
+// kernel proven, and used. A kernel is given up if it writes something else, does not load, or fails to launch at any time. From
+// then on operators do its work in this process. Operators write what other ranks' kernels write, bit for bit; PowerSGD's sums
+// agree to rounding. Operators also do the work of a kernel that could not be tried yet.
 enum class Trust : uint8_t { untried, proven, given_up };
+
+// For what kernels are launched: only proven ones in training; in a trial also those that nobody has tried.
+enum class Purpose : uint8_t { training, trial };
 
 // A kernel loaded onto one device. It stays loaded, at the same address, until the process ends.
 struct LoadedKernel {
@@ -40,20 +46,21 @@ struct LoadedKernel {
   size_t parameters;
   std::vector<int64_t> tile;
   std::string place;  // kind of device, driver and compiler, in words
-  // A file that exists if the kernel has passed in such a place; empty: nothing is remembered.
-  std::filesystem::path proof;
   mutable std::atomic<Trust> trust;
 };
 
 // Loads a kernel. One of the same name that is already known stays as it is. Raises where there is no CUDA driver. `place`,
-// `proof`: LoadedKernel's.
-void load_kernel(c10::Device device, const CompiledKernel& kernel, std::string place, std::filesystem::path proof);
+// `trust`: LoadedKernel's.
+void load_kernel(c10::Device device, const CompiledKernel& kernel, std::string place, Trust trust);
 
-// Null if no kernel of this name is loaded onto the device, or if it has been given up.
-const LoadedKernel* find_kernel(c10::Device device, const std::string& name);
+// Null if no kernel of this name is loaded onto the device, or if it may not be launched for this purpose.
+const LoadedKernel* find_kernel(c10::Device device, const std::string& name, Purpose purpose);
 
-// Whether the kernel has been loaded or given up.
-bool is_known(c10::Device device, const std::string& name);
+// Nothing if the kernel has neither been loaded nor given up.
+std::optional<Trust> trust_in(c10::Device device, const std::string& name);
+
+// The kernel has passed its trial. One that was given up stays so.
+void note_proven(c10::Device device, const std::string& name);
 
 // A kernel that is no longer used. `reason`: a sentence without a full stop.
 struct GivenUp {
@@ -63,6 +70,21 @@ struct GivenUp {
 // Returns the warning; empty if the kernel was given up before.
 std::string note_given_up(const GivenUp& kernel);
 std::vector<GivenUp> given_up();
+
+// The driver has refused to launch one of these kernels: gives all of them up, with a warning.
+void give_up(std::initializer_list<const LoadedKernel*> kernels, const LaunchError& error);
+
+// Does the work, by `launch`, which launches these kernels, or by `operators` if the driver refuses.
+template <typename Launch, typename Operators>
+void launch_or_else(std::initializer_list<const LoadedKernel*> kernels, const Launch& launch,
+                    const Operators& operators) {
+  try {
+    return launch();
+  } catch (const LaunchError& error) {
+    give_up(kernels, error);
+  }
+  operators();
+}
 
 // The dtype as names of kernels have it: "fp32".
 const char* triton_name(c10::ScalarType dtype);

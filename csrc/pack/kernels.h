@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "device/compiled_kernels.h"
 #include "pack/local_sums.h"
 
 namespace fastddp {
@@ -39,7 +40,7 @@ class Kernels {
     measure_with_operators(slots, sums);
   }
 
-  // gradient = cast(view) for every slot; all gradients are defined. With `measuring` it returns what measure() would return for
+  // gradient = cast(view) for every slot whose gradient is defined. With `measuring` it returns what measure() would return for
   // the values that it moves, if it can see them on the way; else an undefined tensor.
   virtual at::Tensor unpack(const std::vector<Slot>& slots, bool measuring) = 0;
 
@@ -57,14 +58,16 @@ class Kernels {
   // How many kernels this object has launched, and how many tables it has sent to the device, so far.
   virtual size_t launches() const { return 0; }
   virtual size_t uploads() const { return 0; }
+  // In a trial: whether a kernel has written beside the rows of what it measures. The host waits for the device.
+  virtual bool wrote_around() const { return false; }
 };
 
 // The kernels that fit the device: the first or second below, or torch's operators where neither can run.
-std::unique_ptr<Kernels> make_kernels(c10::Device device);
+std::unique_ptr<Kernels> make_kernels(c10::Device device, Purpose purpose = Purpose::training);
 
-std::unique_ptr<Kernels> make_cpu_kernels();                    // vectorised, spread over at::parallel_for
-std::unique_ptr<Kernels> make_gpu_kernels(c10::Device device);  // launches the Triton kernels
-std::unique_ptr<Kernels> make_aten_kernels();                   // right on every device and for every layout
+std::unique_ptr<Kernels> make_cpu_kernels();  // vectorised, spread over at::parallel_for
+std::unique_ptr<Kernels> make_gpu_kernels(c10::Device device, Purpose purpose);  // launches the Triton kernels
+std::unique_ptr<Kernels> make_aten_kernels();  // right on every device and for every layout
 
 // pack() and unpack() by torch's operators, for slots that the fast loops do not take; two launches a gradient.
 void pack_with_operators(const std::vector<Slot>& slots, double scale);

@@ -55,7 +55,7 @@ void pack_with_operators(const std::vector<Slot>& slots, double scale) {
 void unpack_with_operators(const std::vector<Slot>& slots) {
   for (const auto& [gradient, view, member] : slots) {
     const c10::OptionalDeviceGuard guard(view.device());
-    gradient.copy_(view);
+    if (gradient.defined()) gradient.copy_(view);
   }
 }
 

@@ -329,7 +329,7 @@ class CpuKernels : public Kernels {
     Runs runs;
     std::vector<Slot> strided;
     for (const auto& slot : slots) {
-      if (!runs.add(slot.view, slot.gradient)) strided.push_back(slot);
+      if (slot.gradient.defined() && !runs.add(slot.view, slot.gradient)) strided.push_back(slot);
     }
     unpack_with_operators(strided);
     if (measuring && strided.empty()) return as_tensor(runs.execute_and_measure(1.0));

@@ -1,9 +1,7 @@
 // Pack and unpack on a GPU: one launch of a Triton kernel a bucket. Torch's operators move what the kernels do not take.
-#include <ATen/ops/empty.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
 
-#include "device/proof.h"
+#include "device/scratch.h"
 #include "pack/address_table.h"
 #include "pack/kernels.h"
 
@@ -14,32 +12,8 @@ std::string name_of(const char* form, c10::ScalarType source, c10::ScalarType ta
   return std::string("fastddp_") + form + "_" + triton_name(source) + "_to_" + triton_name(target);
 }
 
-at::Tensor empty_partials(c10::Device device, int64_t programs) {
-  return at::empty({programs, 2}, at::TensorOptions().dtype(at::kDouble).device(device));
-}
-
-at::Tensor view_of(const Slot& slot) {
-  return slot.view;
-}
-
-at::Tensor gradient_of(const Slot& slot) {
-  return slot.gradient;
-}
-
-std::vector<at::Tensor> tensors_of(const std::vector<Slot>& slots, at::Tensor (*of)(const Slot&)) {
-  std::vector<at::Tensor> tensors;
-  for (const auto& slot : slots) tensors.push_back(of(slot));
-  return tensors;
-}
-
 at::Tensor measured(const at::Tensor& values) {
   return measure_with_operators(values.is_complex() ? at::view_as_real(values) : values);
-}
-
-at::Tensor sums_of(const std::vector<at::Tensor>& gradients) {
-  std::vector<at::Tensor> pairs;
-  for (const auto& gradient : gradients) pairs.push_back(measured(gradient));
-  return at::stack(pairs);
 }
 
 // Writes each gradient's sums to its rows, of which there are `counts`, in the gradients' order.
@@ -92,34 +66,40 @@ struct Split {
 
 class GpuKernels : public Kernels {
  public:
-  GpuKernels(c10::Device device, const CudaDriver& driver)
-      : device_(device), driver_(driver), unpack_table_(device, driver), launcher_(device, driver) {}
+  GpuKernels(c10::Device device, const CudaDriver& driver, Purpose purpose)
+      : device_(device),
+        driver_(driver),
+        purpose_(purpose),
+        unpack_table_(device, driver),
+        launcher_(device, driver),
+        scratch_(device, purpose) {}
 
   void pack(const std::vector<Slot>& slots, double scale, size_t call, LocalSums* sums) override {
     const Split split(slots, /*writable=*/false);
     const auto& words = split.words;
     const auto* form = sums == nullptr ? "pack" : "pack_measuring";
-    const auto* kernel =
-        words.empty() ? nullptr : find_kernel(device_, name_of(form, words.gradient_dtype(), words.wire_dtype()));
+    const auto* kernel = find(words, name_of(form, words.gradient_dtype(), words.wire_dtype()));
     if (kernel == nullptr) return otherwise_->pack(slots, scale, call, sums);
     while (pack_tables_.size() <= call) pack_tables_.emplace_back(device_, driver_);
     const auto tables = pack_tables_[call].refresh(words, kernel->tile.at(0));
     const auto* addresses = tables.addresses.const_data_ptr();
     const auto* chunks = tables.chunks.const_data_ptr();
     const auto rows = sums == nullptr ? at::Tensor() : split.take_rows(*sums, kernel->tile.at(0));
-    const auto taken = [&] { return Split::taken(slots, /*writable=*/false); };
-    run_trusted(
-        {kernel}, [&] { return Written{tensors_of(taken(), view_of), {}, rows}; },
+    launch_or_else(
+        {kernel},
         [&] {
           if (rows.defined()) {
-            launcher_.run(*kernel, tables.programs, words.wire(), addresses, chunks, scale, rows.const_data_ptr());
+            const auto partials = scratch_.instead_of(rows);
+            launcher_.run(*kernel, tables.programs, words.wire(), addresses, chunks, scale, partials.const_data_ptr());
+            Scratch::move(partials, rows);
           } else {
             launcher_.run(*kernel, tables.programs, words.wire(), addresses, chunks, scale);
           }
         },
         [&] {
-          if (rows.defined()) write_measured(taken(), words.chunk_counts(kernel->tile.at(0)), rows);
-          pack_with_operators(taken(), scale);
+          const auto taken = Split::taken(slots, /*writable=*/false);
+          if (rows.defined()) write_measured(taken, words.chunk_counts(kernel->tile.at(0)), rows);
+          pack_with_operators(taken, scale);
         });
     // Before gradients that live in the wire are scaled there.
     if (sums != nullptr) measure_with_operators(split.rest, *sums);
@@ -129,19 +109,18 @@ class GpuKernels : public Kernels {
   void measure_gradients(const std::vector<Slot>& slots, LocalSums& sums, size_t call) override {
     const Split split(slots, /*writable=*/false);
     const auto& words = split.words;
-    const auto* kernel =
-        words.empty()
-            ? nullptr
-            : find_kernel(device_, std::string("fastddp_measure_gradients_") + triton_name(words.gradient_dtype()));
+    const auto* kernel = find(words, std::string("fastddp_measure_gradients_") + triton_name(words.gradient_dtype()));
     if (kernel == nullptr) return measure_with_operators(slots, sums);
     while (measure_tables_.size() <= call) measure_tables_.emplace_back(device_, driver_);
     const auto tables = measure_tables_[call].refresh(words, kernel->tile.at(0));
     const auto rows = split.take_rows(sums, kernel->tile.at(0));
-    run_trusted(
-        {kernel}, [&] { return Written{{}, {}, rows}; },
+    launch_or_else(
+        {kernel},
         [&] {
+          const auto partials = scratch_.instead_of(rows);
           launcher_.run(*kernel, tables.programs, tables.addresses.const_data_ptr(), tables.chunks.const_data_ptr(),
-                        rows.const_data_ptr());
+                        partials.const_data_ptr());
+          Scratch::move(partials, rows);
         },
         [&] { write_measured(Split::taken(slots, /*writable=*/false), words.chunk_counts(kernel->tile.at(0)), rows); });
     measure_with_operators(split.rest, sums);
@@ -150,37 +129,37 @@ class GpuKernels : public Kernels {
   at::Tensor unpack(const std::vector<Slot>& slots, bool measuring) override {
     const Split split(slots, /*writable=*/true);
     const auto& words = split.words;
-    const auto* kernel =
-        words.empty() ? nullptr : find_kernel(device_, name_of("unpack", words.wire_dtype(), words.gradient_dtype()));
+    const auto* kernel = find(words, name_of("unpack", words.wire_dtype(), words.gradient_dtype()));
     if (kernel == nullptr) {
       unpack_with_operators(slots);
       return {};
     }
     const auto tables = unpack_table_.refresh(words, kernel->tile.at(0));
     at::Tensor partials;
-    if (measuring && split.rest.empty()) partials = empty_partials(device_, tables.programs);
-    const auto taken = [&] { return Split::taken(slots, /*writable=*/true); };
-    run_trusted(
-        {kernel}, [&] { return Written{tensors_of(taken(), gradient_of), {}, partials}; },
+    if (measuring && split.rest.empty()) partials = scratch_.empty({tables.programs, 2}, at::kDouble);
+    launch_or_else(
+        {kernel},
         [&] {
           launcher_.run(*kernel, tables.programs, words.wire(), tables.addresses.const_data_ptr(),
                         tables.chunks.const_data_ptr(), 1.0, partials.defined() ? partials.const_data_ptr() : nullptr);
         },
         [&] {
-          unpack_with_operators(taken());
-          if (partials.defined()) write_sums(sums_of(tensors_of(taken(), gradient_of)), partials);
+          const auto taken = Split::taken(slots, /*writable=*/true);
+          unpack_with_operators(taken);
+          if (partials.defined()) write_measured(taken, words.chunk_counts(kernel->tile.at(0)), partials);
         });
     unpack_with_operators(split.rest);
     return partials;
   }
 
   at::Tensor measure(const at::Tensor& wire) override {
-    const auto* kernel = find_kernel(device_, std::string("fastddp_measure_") + triton_name(wire.scalar_type()));
+    const auto* kernel =
+        find_kernel(device_, std::string("fastddp_measure_") + triton_name(wire.scalar_type()), purpose_);
     if (kernel == nullptr || wire.numel() == 0) return measure_with_operators(wire);
     const auto programs = (wire.numel() + kernel->tile.at(0) - 1) / kernel->tile.at(0);
-    const auto partials = empty_partials(device_, programs);
-    run_trusted(
-        {kernel}, [&] { return Written{{}, {}, partials}; },
+    const auto partials = scratch_.empty({programs, 2}, at::kDouble);
+    launch_or_else(
+        {kernel},
         [&] {
           launcher_.run(*kernel, static_cast<unsigned>(programs), wire.const_data_ptr(), wire.numel(),
                         partials.const_data_ptr());
@@ -198,28 +177,36 @@ class GpuKernels : public Kernels {
     return uploads;
   }
 
+  bool wrote_around() const override { return scratch_.wrote_around(); }
+
  private:
+  const LoadedKernel* find(const TableWords& words, const std::string& name) const {
+    return words.empty() ? nullptr : find_kernel(device_, name, purpose_);
+  }
+
   const c10::Device device_;
   const CudaDriver& driver_;
+  const Purpose purpose_;
   // A table for each call of pack and of measure_gradients in a window. Unpack has its own, since it runs on another stream.
   std::vector<AddressTable> pack_tables_;
   std::vector<AddressTable> measure_tables_;
   AddressTable unpack_table_;
   Launcher launcher_;
+  Scratch scratch_;
   const std::unique_ptr<Kernels> otherwise_ = make_aten_kernels();
 };
 
 }  // namespace
 
-std::unique_ptr<Kernels> make_gpu_kernels(c10::Device device) {
+std::unique_ptr<Kernels> make_gpu_kernels(c10::Device device, Purpose purpose) {
   TORCH_CHECK_VALUE(device.has_index(), "fastddp: device '", device, "' has no index; name one, as in '", device,
                     ":0'");
-  return std::make_unique<GpuKernels>(device, *CudaDriver::of(device.type()));
+  return std::make_unique<GpuKernels>(device, *CudaDriver::of(device.type()), purpose);
 }
 
-std::unique_ptr<Kernels> make_kernels(c10::Device device) {
+std::unique_ptr<Kernels> make_kernels(c10::Device device, Purpose purpose) {
   if (device.is_cpu()) return make_cpu_kernels();
-  return CudaDriver::of(device.type()) != nullptr ? make_gpu_kernels(device) : make_aten_kernels();
+  return CudaDriver::of(device.type()) != nullptr ? make_gpu_kernels(device, purpose) : make_aten_kernels();
 }
 
 }  // namespace fastddp

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <string>
 
-#include "device/proof.h"
+#include "device/compiled_kernels.h"
 #include "device/vector_x86.h"
 
 namespace fastddp {
@@ -42,17 +42,10 @@ void sum_on_cpu(const std::vector<at::Tensor>& shards, const at::Tensor& target)
   });
 }
 
-// Null: no kernel is loaded, or a tensor is not contiguous.
-const LoadedKernel* kernel_for(const at::Tensor& shards, const at::Tensor& target) {
+// Null: there is none for this purpose, or a tensor is not contiguous.
+const LoadedKernel* kernel_for(const at::Tensor& shards, const at::Tensor& target, Purpose purpose) {
   if (!shards.is_contiguous() || !target.is_contiguous()) return nullptr;
-  return find_kernel(target.device(), std::string("fastddp_sum_shards_") + triton_name(target.scalar_type()));
-}
-
-// In the kernel's order, so that the bits are the same.
-void sum_with_operators(const at::Tensor& shards, const at::Tensor& target) {
-  const auto sum = at::zeros(target.sizes(), target.options().dtype(at::kFloat));
-  for (const auto& shard : shards.unbind()) sum.add_(shard);
-  target.copy_(sum);
+  return find_kernel(target.device(), std::string("fastddp_sum_shards_") + triton_name(target.scalar_type()), purpose);
 }
 
 }  // namespace
@@ -65,19 +58,25 @@ void sum_shards(const std::vector<at::Tensor>& shards, const at::Tensor& target)
   }
 }
 
-void sum_shards(const at::Tensor& shards, const at::Tensor& target) {
+void sum_shards_with_operators(const at::Tensor& shards, const at::Tensor& target) {
+  const auto sum = at::zeros(target.sizes(), target.options().dtype(at::kFloat));
+  for (const auto& shard : shards.unbind()) sum.add_(shard);
+  target.copy_(sum);
+}
+
+void sum_shards(const at::Tensor& shards, const at::Tensor& target, Purpose purpose) {
   if (target.is_cpu()) return sum_shards(shards.unbind(), target);
-  const auto* kernel = kernel_for(shards, target);
-  if (kernel == nullptr) return sum_with_operators(shards, target);
+  const auto* kernel = kernel_for(shards, target, purpose);
+  if (kernel == nullptr) return sum_shards_with_operators(shards, target);
   const auto programs = (target.numel() + kernel->tile.at(0) - 1) / kernel->tile.at(0);
-  run_trusted(
-      {kernel}, [&] { return Written{{target}, {}, {}}; },
+  launch_or_else(
+      {kernel},
       [&] {
         Launcher(target.device(), *CudaDriver::of(target.device().type()))
             .run(*kernel, static_cast<unsigned>(programs), shards.const_data_ptr(), shards.size(0), target.numel(),
                  target.const_data_ptr());
       },
-      [&] { sum_with_operators(shards, target); });
+      [&] { sum_shards_with_operators(shards, target); });
 }
 
 }  // namespace fastddp

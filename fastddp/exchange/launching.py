@@ -1,17 +1,21 @@
-"""Kernels for the reducer. Triton compiles them when a model is wrapped; C++ loads and launches them."""
+"""Kernels for the reducer. Triton compiles them when a model is wrapped; C++ loads and launches them.
+
+A kernel that nobody has tried on such a device is tried before it is used (:mod:`.proofs`).
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from fastddp import _C
-from fastddp.exchange import proofs
+from fastddp.exchange import codec_cases, kernel_cases, proofs
 
 if TYPE_CHECKING:
+    from fastddp.exchange.trials import Trial
     from fastddp.kernels.ahead_of_time import CompiledKernel
 
 # The least capability for which the kernels are compiled and tested; older GPUs get torch's operators.
@@ -32,7 +36,7 @@ def load_kernels(
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient, wire in sorted(wanted, key=str):
-        capability = _capability(device)
+        capability = capability_of(device)
         if capability is None:
             continue
         from fastddp.kernels.ahead_of_time import compile_measure, compile_measure_gradients, compile_pack
@@ -40,12 +44,14 @@ def load_kernels(
 
         gradient, wire = gradient.to_real(), wire.to_real()
         if moves(gradient, wire):
-            _load(device, compile_pack("pack", gradient, wire, capability))
-            _load(device, compile_pack("unpack", gradient, wire, capability))
-            _load(device, compile_measure(wire, capability))
+            _load(device, [compile_pack("pack", gradient, wire, capability)], kernel_cases.pack(gradient, wire))
+            _load(device, [compile_pack("unpack", gradient, wire, capability)], kernel_cases.unpack(gradient, wire))
+            _load(device, [compile_measure(wire, capability)], kernel_cases.measure(wire))
             if measuring_gradients:
-                _load(device, compile_pack("pack_measuring", gradient, wire, capability))
-                _load(device, compile_measure_gradients(gradient, capability))
+                measuring = compile_pack("pack_measuring", gradient, wire, capability)
+                _load(device, [measuring], kernel_cases.pack_measuring(gradient, wire))
+                measure = compile_measure_gradients(gradient, capability)
+                _load(device, [measure], kernel_cases.measure_gradients(gradient))
 
 
 def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], rank: int) -> None:
@@ -57,14 +63,18 @@ def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], ra
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient in sorted(wanted, key=str):
-        capability = _capability(device)
+        capability = capability_of(device)
         if capability is None:
             continue
         from fastddp.kernels.ahead_of_time import LOW_RANK_DTYPES, compile_low_rank
 
         if gradient in LOW_RANK_DTYPES:
-            for kernel in compile_low_rank(gradient, rank, capability):
-                _load(device, kernel)
+            compress, project, adder, reconstruct, *basis = compile_low_rank(gradient, rank, capability)
+            padded = 1 << (rank - 1).bit_length()
+            _load(device, [compress], codec_cases.compress(gradient, padded))
+            _load(device, [project, adder], codec_cases.project(gradient, padded))
+            _load(device, [reconstruct], codec_cases.reconstruct(gradient, padded))
+            _load(device, basis, codec_cases.orthogonalise(padded))
 
 
 def load_block8_kernels(
@@ -80,7 +90,7 @@ def load_block8_kernels(
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient in sorted(wanted, key=str):
-        capability = _capability(device)
+        capability = capability_of(device)
         if capability is None:
             continue
         from fastddp.kernels.ahead_of_time import compile_block8
@@ -88,8 +98,10 @@ def load_block8_kernels(
 
         gradient = gradient.to_real()
         if gradient in DTYPES:
-            for kernel in compile_block8(gradient, number, block, stochastic, capability):
-                _load(device, kernel)
+            encode, add, decode = compile_block8(gradient, number, block, stochastic, capability)
+            _load(device, [encode], codec_cases.encode(gradient, number, block, stochastic))
+            _load(device, [add], codec_cases.add(number, block, stochastic))
+            _load(device, [decode], codec_cases.decode(gradient, number, block))
 
 
 def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> None:
@@ -102,25 +114,31 @@ def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> Non
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device in sorted(devices, key=str):
-        capability = _capability(device)
+        capability = capability_of(device)
         if capability is not None:
             from fastddp.kernels.ahead_of_time import compile_sum_shards
 
-            _load(device, compile_sum_shards(dtype, capability))
+            _load(device, [compile_sum_shards(dtype, capability)], kernel_cases.sum_shards(dtype))
 
 
-def _capability(device: torch.device) -> int | None:
+def capability_of(device: torch.device) -> int | None:
     """The device's compute capability; None: no kernels are launched there."""
     # Callers ask this before they import Triton, which takes a second and is of no use on the CPU.
     capability = None if device.type == "cpu" else _C.capability(device)
     return capability if capability is not None and capability >= LEAST_CAPABILITY else None
 
 
-def _load(device: torch.device, kernel: CompiledKernel) -> None:
-    """Load a kernel. If the driver refuses it, warn and let torch's operators do its work."""
-    if _C.is_known_kernel(device, kernel.name):
-        return
-    place = proofs.place_of(device)
+def _load(device: torch.device, kernels: Sequence[CompiledKernel], trial: Trial) -> None:
+    """Load kernels that work together. If the driver refuses one, warn and let torch's operators do its work."""
+    for kernel in kernels:
+        if _C.trust_in_kernel(device, kernel.name) is None:
+            _load_one(device, kernel)
+    if all(_C.trust_in_kernel(device, kernel.name) != _C.Trust.given_up for kernel in kernels):
+        proofs.prove(kernels, trial, device)
+
+
+def _load_one(device: torch.device, kernel: CompiledKernel) -> None:
+    place, proof = proofs.place_of(device), proofs.proof_of(kernel, device)
     try:
         _C.load_kernel(
             device,
@@ -132,8 +150,8 @@ def _load(device: torch.device, kernel: CompiledKernel) -> None:
             kernel.scratch_parameters,
             kernel.tile,
             place,
-            str(proofs.proof_of(kernel, device) or ""),
+            _C.Trust.proven if proof is not None and proof.exists() else _C.Trust.untried,
         )
     except RuntimeError as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        warnings.warn(_C.give_up_kernel(device, kernel.name, place, reason), stacklevel=2)
+        warnings.warn(_C.give_up_kernel(device, kernel.name, place, reason), stacklevel=3)

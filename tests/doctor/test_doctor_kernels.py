@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import fake_cuda
 from fastddp import _C
 from fastddp.tools.doctor import kernel_checks
 from fastddp.tools.doctor.kernel_checks import KernelCheck, check_kernels
+from fastddp.tools.doctor.report import Report
 from ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -22,20 +24,31 @@ CPU = torch.device("cpu")
 WHAT = ("pack and unpack", "PowerSGD", "8 bits", "sums of 16 bits")
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On a busy machine, threads wait longer for each other than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def test_the_kernels_of_the_cpu_are_right() -> None:
     assert check_kernels(CPU) == [KernelCheck("cpu", what, "C++") for what in WHAT]
     assert kernel_checks.findings(check_kernels(CPU)) == []
 
 
 def on_simulated_gpu(rank: int, capability: int) -> list[KernelCheck]:
+    torch.set_num_threads(1)
     fake_cuda.schedule("in_order")
     fake_cuda.set_capability(capability)
     return check_kernels(torch.device(fake_cuda.DEVICE, 0))
 
 
-@pytest.mark.timeout(300)  # the first time, 60 kernels are compiled
+@pytest.mark.tier("slow")
+@pytest.mark.timeout(1500)  # the first time, some 80 kernels are compiled
 def test_a_gpu_runs_the_compiled_kernels(simulated_ranks: RankPool) -> None:
-    (checks,) = simulated_ranks.run(on_simulated_gpu, 1, 90, time_limit=280)
+    (checks,) = simulated_ranks.run(on_simulated_gpu, 1, 90, time_limit=1400)
     assert checks == [KernelCheck("simulated:0", what, "Triton") for what in WHAT]
 
 
@@ -43,17 +56,59 @@ def test_a_gpu_runs_the_compiled_kernels(simulated_ranks: RankPool) -> None:
 def test_a_gpu_before_ampere_runs_operators(simulated_device: None) -> None:
     fresh = RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)  # nothing has been loaded there
     try:
-        (checks,) = fresh.run(on_simulated_gpu, 1, 75)
+        (checks,) = fresh.run(on_simulated_gpu, 1, 75, time_limit=300)
     finally:
         fresh.stop()
-    assert [(check.made_of, check.wrong, check.error) for check in checks] == [("torch's operators", (), None)] * 4
+    assert checks == [KernelCheck("simulated:0", what, "torch's operators") for what in WHAT]
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, kernels: str, step: str, spoilt: Callable[..., None]) -> None:
+def sums_that_nobody_tries(rank: int) -> list[KernelCheck]:
+    fake_cuda.schedule("in_order")
+    others = ("_load_pack", "_load_low_rank", "_load_block8", "_trials_of_pack", "_trials_of_block8")
+    with (
+        mock.patch.multiple(kernel_checks, **dict.fromkeys(others, lambda *arguments: iter(()))),
+        mock.patch("fastddp.exchange.proofs.prove"),
+        mock.patch("fastddp.exchange.proofs.proof_of", return_value=None),
+    ):
+        return check_kernels(torch.device(fake_cuda.DEVICE, 0))[-1:]
+
+
+@pytest.mark.tier("slow")
+def test_operators_in_place_of_kernels_that_a_gpu_should_have_are_wrong(simulated_device: None) -> None:
+    fresh = RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)
+    try:
+        ((sums,),) = fresh.run(sums_that_nobody_tries, 1, time_limit=300)
+    finally:
+        fresh.stop()
+    assert sums.made_of == "torch's operators"
+    assert sums.given_up == tuple(
+        f"for sums of {dtype}: it could not be tried, or was given up before" for dtype in ("float16", "bfloat16")
+    )
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        KernelCheck("cuda:0", "8 bits", "Triton", wrong=("add by int8",)),
+        KernelCheck("cuda:0", "8 bits", "Triton", given_up=("fastddp_block8_add_int8 (H100): launching failed",)),
+        KernelCheck("cuda:0", "8 bits", "", error="RuntimeError: no memory"),
+    ],
+    ids=["wrong", "given up", "not checked"],
+)
+def test_what_is_wrong_given_up_or_not_checked_ends_the_doctor_with_status_1(check: KernelCheck) -> None:
+    found = tuple(kernel_checks.findings([check]))
+    assert [finding.level for finding in found] == ["wrong"]
+    assert Report(None, None, (), (), None, found).status == 1
+    assert Report(None, None, (), (), None, ()).status == 0
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, kernels: str, step: str, spoilt: Callable[..., Any]) -> None:
     """One step of the CPU's kernels is another one: it is called with the step as it is and with its arguments."""
     there = getattr(_C, kernels)
 
     class Spoilt:
+        of_operators = there.of_operators
+
         def __init__(self, *arguments: Any) -> None:
             self._kernels = there(*arguments)
 
@@ -64,15 +119,21 @@ def spoil(monkeypatch: pytest.MonkeyPatch, kernels: str, step: str, spoilt: Call
     monkeypatch.setattr(_C, kernels, Spoilt)
 
 
+def whats(check: KernelCheck) -> list[str]:
+    """What was wrong, without the paths."""
+    return [text.split(" (")[0] for text in check.wrong]
+
+
 def one_more(pack: Any, gradients: Any, views: Any, scale: float) -> None:
     pack(gradients, views, scale)
-    views[1][-1] += 1
+    views[1].view(-1)[-1] += 1
 
 
-def but_the_last(step: Any, gradients: Any, views: Any, *scale: float) -> None:
-    step(gradients[:-1], views[:-1], *scale)
+def but_the_last(step: Any, gradients: Any, views: Any, *scale: float, **measuring: bool) -> Any:
+    return step(gradients[:-1], views[:-1], *scale, **measuring)
 
 
+@pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize(("step", "spoilt"), [("pack", one_more), ("pack", but_the_last), ("unpack", but_the_last)])
 def test_wrong_elements_are_found(monkeypatch: pytest.MonkeyPatch, step: str, spoilt: Any) -> None:
     spoil(monkeypatch, "Kernels", step, spoilt)
@@ -86,60 +147,62 @@ def test_wrong_elements_are_found(monkeypatch: pytest.MonkeyPatch, step: str, sp
 # The first tensor that a step writes.
 WRITES: dict[str, Callable[..., Tensor]] = {
     "compress": lambda given, *scale: given[0][2],
-    "orthogonalise": lambda given: given[0],
+    "orthogonalise": lambda given, *others: given[0],
     "project": lambda given, *scale: given[0][3],
     "reconstruct": lambda given, *scale: given[0][0],
-    "encode": lambda gradients, error, wire, scale, key, kept: kept,
-    "add": lambda shards, target, error: target,
+    "encode": lambda gradients, error, wire, scale, key, kept: wire,
+    "add": lambda shards, target, *others: target,
     "decode": lambda gradients, wire: gradients[1][0],
 }
 DTYPES = ("float32", "float16", "bfloat16")
 
 
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("step", ["compress", "orthogonalise", "project", "reconstruct"])
 @pytest.mark.parametrize("value", [0.01, torch.nan])
 def test_a_wrong_step_of_power_sgd_is_found_alone(monkeypatch: pytest.MonkeyPatch, step: str, value: float) -> None:
-    def spoilt(right: Any, *given: Any) -> None:
-        right(*given)
+    def spoilt(right: Any, *given: Any) -> Any:
+        result = right(*given)
         tensor = WRITES[step](*given)
-        tensor.view(-1)[0] += value * tensor.abs().max() * 10
+        tensor[0, 0] += value * tensor.abs().max() * 10
+        return result
 
     spoil(monkeypatch, "LowRankKernels", step, spoilt)
-    found = [check.wrong for check in check_kernels(CPU)]
-    assert found == [(), tuple(f"{step} of {dtype}" for dtype in DTYPES), (), ()]
+    wrong = ["orthogonalise, rank 4"] if step == "orthogonalise" else [f"{step} of {dtype}, rank 4" for dtype in DTYPES]
+    assert [whats(check) for check in check_kernels(CPU)] == [[], wrong, [], []]
 
 
+@pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize("step", ["encode", "add", "decode"])
 def test_a_wrong_bit_of_8_bits_is_found_alone(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    def spoilt(right: Any, *given: Any) -> None:
-        right(*given)
-        WRITES[step](*given).view(torch.uint8)[16] ^= 1
+    def spoilt(right: Any, *given: Any) -> Any:
+        result = right(*given)
+        WRITES[step](*given).view(torch.uint8)[0] ^= 1
+        return result
 
     spoil(monkeypatch, "Block8Kernels", step, spoilt)
-    wrong = tuple(f"{step} of {dtype} by {number}" for number in ("int8", "e4m3") for dtype in DTYPES)
-    assert [check.wrong for check in check_kernels(CPU)] == [(), (), wrong, ()]
+    pack, low_rank, block8, sums = check_kernels(CPU)
+    assert {what.split()[0] for what in whats(block8)} == {step}
+    assert len(block8.wrong) == {"encode": 12, "add": 4, "decode": 6}[step]
+    assert (pack.wrong, low_rank.wrong, sums.wrong) == ((), (), ())
 
 
 def test_a_wrong_sum_of_16_bits_is_found_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     sum_shards = _C.sum_shards
 
-    def spoil(shards: Tensor, target: Tensor) -> None:
-        sum_shards(shards, target)
+    def spoil(shards: Tensor, target: Tensor, trial: bool) -> None:
+        sum_shards(shards, target, trial)
         target.view(torch.int16)[-1] ^= 1
 
     monkeypatch.setattr(_C, "sum_shards", spoil)
     *others, sums = check_kernels(CPU)
     assert [check.wrong for check in others] == [(), (), ()]
-    assert sums.wrong[0] == "sum of 70000 elements of float16"
-    assert len(sums.wrong) == 4
+    assert whats(sums) == ["sums of float16", "sums of bfloat16"]
 
 
-def test_what_is_raised_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(device: torch.device) -> None:
-        raise RuntimeError("no kernel image is available\nmore lines")
-
-    monkeypatch.setattr(_C, "Kernels", fail)
-    pack, *_ = check_kernels(CPU)
+def test_what_is_raised_is_a_finding() -> None:
+    with mock.patch("fastddp.exchange.kernel_cases.pack", side_effect=RuntimeError("no kernel image\nmore lines")):
+        pack, *_ = check_kernels(CPU)
     (finding,) = kernel_checks.findings([pack], "rank 3, ")
     assert finding.about == "rank 3, cpu"
-    assert "did not run: RuntimeError: no kernel image is available." in finding.what
+    assert "did not run: RuntimeError: no kernel image." in finding.what

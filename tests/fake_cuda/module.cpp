@@ -1,4 +1,5 @@
 // What Python can call, as fake_cuda.<name>.
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "device.h"
@@ -31,7 +32,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forbid_waits", [&](bool forbidden) { simulator.waits_forbidden = forbidden; });
   // Until schedule(), each question about the device raises, as behind an illegal access.
   m.def("break_device", [&] { simulator.is_broken = true; });
-  m.def("break_kernels", &break_kernels);
+  m.def(
+      "break_kernels",
+      [](const std::string& part_of_name, const std::string& fault, const py::object& where,
+         const std::string& output) {
+        std::function<bool(const Facts&)> ask;
+        if (!where.is_none()) {
+          // Never destroyed: that would take the GIL.
+          auto* function = new py::object(where);
+          ask = [function](const Facts& facts) {
+            const py::gil_scoped_acquire gil;
+            return (*function)(facts).cast<bool>();
+          };
+        }
+        break_kernels(part_of_name, fault, std::move(ask), output);
+      },
+      py::arg("part_of_name"), py::arg("fault"), py::arg("where") = py::none(), py::arg("output") = "result");
+  m.def("broken_programs", &broken_programs);
 
   // Since the last reset of records: what the host has waited for, in words, and how often; kernels that were launched; all
   // that ran, in this order; collectives that ran; copies from the host to the device.

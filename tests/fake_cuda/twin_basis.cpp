@@ -28,14 +28,14 @@ struct BlockRow {
 };
 
 // The rows of one basis that one program works on.
-struct Program {
+struct Rows {
   const Launch& launch;
   const BlockRow& block;
   const BasisRow& basis;
   int64_t padded;  // Gram matrices are padded x padded
   at::Tensor vectors;
 
-  Program(const Launch& given, int64_t number, int64_t padded_rank)
+  Rows(const Launch& given, int64_t number, int64_t padded_rank)
       : launch(given),
         block(given.row<BlockRow>(1, number)),
         basis(given.row<BasisRow>(0, block.basis)),
@@ -80,7 +80,7 @@ at::Tensor inverse_factor(const at::Tensor& gram, double epsilon, bool refills, 
 }
 
 void orthonormalise(const Launch& launch, int64_t number, int64_t padded, bool last) {
-  const Program program(launch, number, padded);
+  const Rows program(launch, number, padded);
   const auto& basis = program.basis;
   const auto grams = program.grams(2, basis.first, basis.blocks).sum(0);
   const auto gram = grams.narrow(0, 0, basis.rank).narrow(1, 0, basis.rank);
@@ -103,6 +103,29 @@ void orthonormalise(const Launch& launch, int64_t number, int64_t padded, bool l
   if (!last) program.store_gram(3, number);
 }
 
+Program describe(const Launch& launch, int64_t number, int64_t padded, bool is_gram, bool last) {
+  const Rows of(launch, number, padded);
+  auto* first = static_cast<char*>(of.vectors.data_ptr());
+  const auto steps = (of.block.rows - 1) * of.basis.stride + (of.basis.rank - 1) * of.basis.vector_stride;
+  constexpr int64_t size = sizeof(float);
+  Program described{{{"row", of.block.row},
+                     {"rows", of.block.rows},
+                     {"length", of.basis.length},
+                     {"rank", of.basis.rank},
+                     {"padded", padded},
+                     {"stride", of.basis.stride},
+                     {"blocks", of.basis.blocks},
+                     {"basis", of.block.basis},
+                     {"refills", !is_gram && launch.integer(5) != 0},
+                     {"has_epsilon", !is_gram && launch.real(4) > 0}},
+                    {}};
+  if (!is_gram) described.outputs["vectors"] = {first, first + steps * size, size};
+  if (last) return described;
+  auto* gram = launch.pointer<double>(is_gram ? 2 : 3) + number * padded * padded;
+  described.outputs["gram"] = Output::of(gram, padded * padded, sizeof(double));
+  return described;
+}
+
 }  // namespace
 
 std::optional<Twin> basis_twin(const std::string& kernel) {
@@ -112,9 +135,10 @@ std::optional<Twin> basis_twin(const std::string& kernel) {
   const auto padded = std::stoll(match[2]);
   const bool is_gram = match[1] == "gram", last = match[1] == "reorthonormalise";
   const auto run = [=](const Launch& launch, int64_t number) {
-    is_gram ? Program(launch, number, padded).store_gram(2, number) : orthonormalise(launch, number, padded, last);
+    is_gram ? Rows(launch, number, padded).store_gram(2, number) : orthonormalise(launch, number, padded, last);
   };
-  return Twin{is_gram ? size_t{3} : size_t{7}, run};
+  return Twin{is_gram ? size_t{3} : size_t{7}, run,
+              [=](const Launch& launch, int64_t number) { return describe(launch, number, padded, is_gram, last); }};
 }
 
 }  // namespace fake_cuda

@@ -1,0 +1,393 @@
+"""All paths through the kernels of PowerSGD and of 8 bits, as calls that lead through them: as :mod:`.kernel_cases`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastddp import _C
+from fastddp.exchange.kernel_cases import CHUNK, SMALL, normal, offsets, random_numbers, short, whole
+from fastddp.exchange.trials import Case, Memory, Sums, Trial
+
+# ------------------------------------------------------------------------------------------------------- PowerSGD
+
+STEP = 128
+"""Columns of a tile."""
+_ROWS = (16, 1, 15, 17, 33)
+_COLUMNS = (*(STEP + more for more in (-1, 0, 1, 8)), *range(1, 10), 31, 32, 33, 257)
+"""Around a tile, a warp and an access."""
+_SHAPES = (
+    *zip(itertools.cycle(_ROWS), _COLUMNS, strict=False),
+    *zip((1, 16, 17, 15), (1023, 1024, 1025, 1032), strict=True),  # around the columns of a program of reconstruct
+    *zip((63, 64, 65, 130), (8, 9, 8, 16), strict=True),  # around the rows of a program of project
+    *((2113, 8), (2050, 3)),  # more programs share a column of project than are added up at once
+)
+_SMALL_SHAPES = ((17, STEP + 8), (5, 9))
+_SPECIAL = (torch.inf, torch.nan, -torch.inf, 300.0)
+
+_SHARE = 1e-5
+"""How far elements of vectors of length 1 may be from those of another algorithm."""
+
+Matrix = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
+
+
+class _Matrices:
+    """Gradients with memory and factors, whole numbers all, so small that products and sums are exact."""
+
+    def __init__(self, memory: Memory, dtype: torch.dtype, rank: int) -> None:
+        self.memory, self.dtype = memory, dtype
+        self.ranks = itertools.cycle(dict.fromkeys((rank, rank // 2 + 1, 1)))  # all of which take one kernel
+        self.random = random_numbers()
+        self.all: list[Matrix] = []
+
+    def add(self, rows: int, columns: int, shifts: tuple[int, int, int, int] = (0, 0, 0, 0)) -> None:
+        rank, most = next(self.ranks), 127 if self.dtype == torch.bfloat16 else 1023
+        shapes = ((rows, columns), (rows, columns), (rows, rank), (rank, columns))
+        dtypes = (self.dtype, self.dtype, torch.float32, torch.float32)
+        numbers = [
+            self.memory.put(whole(shape, dtype, self.random, largest), shift)
+            for shape, dtype, largest, shift in zip(shapes, dtypes, (most, most, 2, 3), shifts, strict=True)
+        ]
+        self.all.append((numbers[0], numbers[1], numbers[2], numbers[3]))
+
+    def of_every_size(self) -> None:
+        for rows, columns in _SHAPES:
+            self.add(rows, columns)
+
+    def anywhere(self) -> None:
+        self.add(5, 24)
+        for part, dtype in enumerate((self.dtype, self.dtype, torch.float32, torch.float32)):
+            for (shift,) in itertools.islice(offsets(dtype), 1, None):
+                at = [0, 0, 0, 0]
+                at[part] = shift
+                self.add(5, 24, (at[0], at[1], at[2], at[3]))
+
+    def without_gradient(self) -> None:
+        for rows, columns in _SMALL_SHAPES:
+            self.add(rows, columns)
+        self.all = [(None, *others) for _, *others in self.all]  # type: ignore[misc]
+
+    def without_memory(self) -> None:
+        for rows, columns in _SMALL_SHAPES:
+            self.add(rows, columns)
+        self.all = [(gradient, None, p, q) for gradient, _, p, q in self.all]
+
+    def special(self) -> None:
+        for rows, columns in _SMALL_SHAPES:
+            self.add(rows, columns)
+            _, memory, p, q = self.all[-1]
+            assert memory is not None
+            for row, value in enumerate(_SPECIAL):
+                p[row] = value
+                q[:, 2 * row] = 300.0  # their product is infinite in fp16
+                memory[4, row] = value
+
+
+def _powersgd(what: str, dtype: torch.dtype, rank: int, fills: Sequence[Callable[..., None]], call: Any) -> Trial:
+    def making(fill: Callable[..., None]) -> Callable[[Memory], tuple[Any, ...]]:
+        def make(memory: Memory) -> tuple[Any, ...]:
+            matrices = _Matrices(memory, dtype, rank)
+            fill(matrices)
+            return (matrices.all,)
+
+        return make
+
+    cases = tuple(Case(fill.__name__.replace("_", " "), making(fill), call) for fill in fills)
+    return _of_powersgd(f"{what} of {short(dtype)}, rank {rank}", cases)
+
+
+def _of_powersgd(what: str, cases: Sequence[Case], instead: Callable[[], Any] | None = None) -> Trial:
+    def make(device: torch.device, trial: bool) -> Any:
+        return _C.LowRankKernels(device, trial)
+
+    return Trial(what, make, _C.LowRankKernels.of_operators, cases, instead)
+
+
+_FILLS = (_Matrices.of_every_size, _Matrices.anywhere, _Matrices.without_gradient, _Matrices.without_memory)
+
+
+def compress(dtype: torch.dtype, rank: int) -> Trial:
+    """Of PowerSGD's first step."""
+
+    def call(kernels: Any, matrices: Any) -> Sums:
+        kernels.compress(matrices, 0.5)
+        return ()
+
+    return _powersgd("compress", dtype, rank, _FILLS, call)
+
+
+def project(dtype: torch.dtype, rank: int) -> Trial:
+    """Of the two kernels of PowerSGD's third step."""
+
+    def call(kernels: Any, matrices: Any) -> Sums:
+        kernels.project(matrices, 0.25)
+        return ()
+
+    return _powersgd("project", dtype, rank, _FILLS, call)
+
+
+def reconstruct(dtype: torch.dtype, rank: int) -> Trial:
+    """Of PowerSGD's last step."""
+
+    def call(kernels: Any, matrices: Any) -> Sums:
+        squares, odd = kernels.reconstruct(matrices).tolist()
+        return [(squares, odd)]
+
+    fills = (*_FILLS[:2], _Matrices.without_memory, _Matrices.special)
+    return _powersgd("reconstruct", dtype, rank, fills, call)
+
+
+def orthogonalise(rank: int) -> Trial:
+    """Of the three kernels that make PowerSGD's bases orthonormal."""
+    lines = CHUNK // rank**2  # that a program has in flight
+    block = max(lines, 64)  # of a program, as long as there are few
+    lengths = (
+        rank,
+        lines - 1,
+        lines + 1,
+        block - 1,
+        block,
+        block + 1,
+        2 * block + 3,
+        *((5 * block,) if rank > 8 else ()),
+    )
+
+    def bases(memory: Memory, dependent: bool = False, special: bool = False, near: bool = False) -> list[Tensor]:
+        random, found = random_numbers(), []
+        ranks = itertools.cycle(dict.fromkeys((rank, rank // 2 + 1, 1)))
+        for length, transposed in itertools.product(lengths, (False, True)):
+            vectors = normal((length, min(next(ranks), length)), torch.float32, random)
+            if near:  # a first pass leaves an error that the second mends
+                vectors[:, 1:2] = vectors[:, :1] + 3e-6 * vectors[:, 1:2]
+            if dependent and length > 2:
+                vectors[:, 1:2] = 2 * vectors[:, :1]
+                vectors[:, 3:4] = 0.0
+                if special:
+                    vectors[-1:, 2:3] = torch.inf
+                    vectors[:1, 4:5] = torch.nan
+            found.append(memory.put(vectors, strides=(1, length) if transposed else None))
+        if rank == 1 and dependent:
+            found[0].zero_()
+        return found
+
+    def call(kernels: Any, bases: Any, epsilon: float, refill: int | None) -> Sums:
+        kernels.orthogonalise(bases, epsilon, refill)
+        return ()
+
+    def case(path: str, epsilon: float, refill: int | None, **of_bases: bool) -> Case:
+        return Case(path, lambda memory: (bases(memory, **of_bases), epsilon, refill), call, rounded=_SHARE)
+
+    cases = (
+        case("independent vectors", 0.0, None),
+        case("nearly dependent vectors", 0.0, None, near=True),
+        case("dependent vectors", 0.0, None, dependent=True),
+        case("vectors shorter than epsilon", 1.01 * lines**0.5, None),
+        case("refilled vectors", 0.0, 12345, dependent=True),
+        case("refilled vectors that are not finite", 1e-3, 2**63 + 5, dependent=True, special=True),
+    )
+    return _of_powersgd(f"orthogonalise, rank {rank}", cases, lambda: _C.LowRankKernels(torch.device("cpu")))
+
+
+# --------------------------------------------------------------------------------------------------------- 8 bits
+
+_KEY = 0xFEDCBA9876543210
+_SHARDS = (2, 1, 4, 5, 9)
+
+
+def _formatted(number: str, block: int, drawn: bool) -> str:
+    return f"{number} in blocks of {block}{', drawn' if drawn else ''}"
+
+
+def _of_block8(what: str, number: str, block: int, cases: Iterable[Case]) -> Trial:
+    return Trial(
+        f"{what} {number} in blocks of {block}",
+        lambda device, trial: _C.Block8Kernels(number, block, device, trial),
+        lambda: _C.Block8Kernels.of_operators(number, block),
+        tuple(cases),
+    )
+
+
+class _Blocked:
+    """Gradients and the blocks that they have in a wire. Now and then there is a block of none between them."""
+
+    def __init__(self, memory: Memory, dtype: torch.dtype, block: int) -> None:
+        self.memory, self.dtype, self.block = memory, dtype, block
+        self.random = random_numbers()
+        self.gradients: list[tuple[Tensor, int]] = []
+        self.blocks = 1
+
+    def add(self, values: Tensor, shift: int = 0) -> None:
+        self.gradients.append((self.memory.put(values.to(self.dtype), shift), self.blocks))
+        self.blocks += -(-values.numel() // self.block) + len(self.gradients) % 2
+
+    def of_every_size(self) -> None:
+        for size in (*_sizes(self.block), CHUNK - 8, CHUNK + 8, 2 * CHUNK + 3):
+            self.add(normal((size,), torch.float64, self.random))
+
+    def anywhere(self) -> None:
+        for (shift,), size in zip(offsets(self.dtype), itertools.cycle((8, 2 * self.block + 8, 5)), strict=False):
+            self.add(normal((size,), torch.float64, self.random), shift)
+
+    def special(self) -> None:
+        values = normal((9, self.block), torch.float64, self.random)
+        for row, value in enumerate((torch.inf, torch.nan, 3e38, 2.0**127, -1e-40)):
+            values[row, 3 * row] = value
+        values[5:8] *= torch.tensor([[0.0], [2.0**-101], [2.0**-99]], device="cpu")
+        self.add(values.flatten())
+        self.add(values.flatten(), 1)
+
+    @property
+    def groups(self) -> int:
+        return -(-self.blocks // 4)
+
+    def wire(self) -> Tensor:
+        return self.memory.take((self.groups * 4 * (self.block + 4),), torch.uint8)
+
+    def errors(self, shift: int, share: float = 1e-2) -> Tensor:
+        return self.memory.put(share * normal((self.groups * 4 * self.block,), torch.float32, self.random), shift)
+
+
+def _sizes(block: int) -> Iterator[int]:
+    """Around an access, a block, a group and a program."""
+    for whole_number in (block, 4 * block, CHUNK):
+        yield from (whole_number - 1, whole_number, whole_number + 1)
+    yield from (*SMALL, 1000)
+
+
+_Fill = Callable[[_Blocked], None]
+_FILLS_OF_BLOCKS: tuple[_Fill, ...] = (_Blocked.of_every_size, _Blocked.anywhere, _Blocked.special)
+
+
+def encode(dtype: torch.dtype, number: str, block: int, drawn: bool) -> Trial:
+    """Of the kernel that makes bytes of gradients."""
+    key = _KEY if drawn else None
+
+    def making(fill: _Fill, error: int | None, kept: int | None) -> Callable[[Memory], tuple[Any, ...]]:
+        def make(memory: Memory) -> tuple[Any, ...]:
+            blocked = _Blocked(memory, dtype, block)
+            fill(blocked)
+            errors = None if error is None else blocked.errors(error)
+            room = None if kept is None else memory.take((blocked.groups * 4 * block,), torch.float32, kept)
+            return blocked.gradients, errors, blocked.wire(), 1 / 3, key, room
+
+        return make
+
+    def call(kernels: Any, *arguments: Any) -> Sums:
+        kernels.encode(*arguments)
+        return ()
+
+    places = ((None, None), (0, None), (0, 0), (1, 0), (0, 1))
+    cases = [
+        Case(
+            f"{fill.__name__.replace('_', ' ')}, {_described('errors', error)}, {_described('kept ones', kept)}",
+            making(fill, error, kept),
+            call,
+        )
+        for fill, (error, kept) in itertools.product(_FILLS_OF_BLOCKS, places)
+        if fill is _Blocked.anywhere or error == kept
+    ]
+    return _of_block8(f"encode{' by draws' if drawn else ''} of {short(dtype)} by", number, block, cases)
+
+
+def _described(what: str, shift: int | None) -> str:
+    return f"no {what}" if shift is None else f"{what} {'unaligned' if shift else 'aligned'}"
+
+
+def add(number: str, block: int, drawn: bool) -> Trial:
+    """Of the kernel that adds up shards."""
+    key = _KEY if drawn else None
+    program = CHUNK // block // 4  # groups
+
+    def making(error: int | None, in_place: bool, special: bool) -> Callable[[Memory], tuple[Any, ...]]:
+        def make(memory: Memory) -> tuple[Any, ...]:
+            random = random_numbers()
+            calls: list[tuple[Any, ...]] = []
+            for count, groups in zip(_SHARDS, (1, 3, program, program + 1, 2 * program + 1), strict=True):
+                wires = [memory.put(_wire(number, block, groups, random)) for _ in range(count)]
+                if special:
+                    _scales(wires[0], block)[0, 1] = torch.nan
+                target = wires[count // 2] if in_place else memory.take(wires[0].shape, torch.uint8)
+                numbers = groups * 4 * block
+                errors = None if error is None else memory.put(normal((numbers,), torch.float32, random), error)
+                calls.append((wires, target, errors, key, len(calls) * 4 * block))
+            return (calls,)
+
+        return make
+
+    def call(kernels: Any, calls: Any) -> Sums:
+        for arguments in calls:
+            kernels.add(*arguments)
+        return ()
+
+    cases = [
+        Case(
+            f"{'into a shard' if in_place else 'beside the shards'}, {_described('errors', error)}"
+            f"{', special numbers' if special else ''}",
+            making(error, in_place, special),
+            call,
+        )
+        for error, in_place, special in (
+            *((error, in_place, False) for error in (None, 0, 1) for in_place in (False, True)),
+            (0, False, True),
+        )
+    ]
+    return _of_block8(f"add{' by draws' if drawn else ''} by", number, block, cases)
+
+
+def decode(dtype: torch.dtype, number: str, block: int) -> Trial:
+    """Of the kernel that makes gradients of bytes."""
+
+    def making(fill: _Fill, whole_numbers: bool) -> Callable[[Memory], tuple[Any, ...]]:
+        def make(memory: Memory) -> tuple[Any, ...]:
+            blocked = _Blocked(memory, dtype, block)
+            fill(blocked)
+            wire = memory.put(_wire(number, block, blocked.groups, blocked.random, whole_numbers))
+            if fill is _Blocked.special:
+                _scales(wire, block)[0, 1] = torch.nan
+                _scales(wire, block)[1, 2] = 0.0
+            return blocked.gradients, wire
+
+        return make
+
+    def call(kernels: Any, gradients: Any, wire: Tensor) -> Sums:
+        squares, odd = kernels.decode(gradients, wire).tolist()
+        return [(squares, odd)]
+
+    cases = [
+        Case(f"{fill.__name__.replace('_', ' ')}, {words}", making(fill, is_whole), call, sums_rounded=rounded)
+        for fill in _FILLS_OF_BLOCKS
+        for words, is_whole, rounded in (("whole numbers", True, 1e-12), ("all bytes", False, 1e-5))
+    ]
+    return _of_block8(f"decode of {short(dtype)} by", number, block, cases)
+
+
+_DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def _scales(wire: Tensor, block: int) -> Tensor:
+    """A view of the wire's scales, [groups, 4]."""
+    return wire.view(-1, 4 * (block + 4))[:, :16].view(torch.float32)
+
+
+def _wire(number: str, block: int, groups: int, random: torch.Generator, whole_numbers: bool = False) -> Tensor:
+    """A wire of bytes that are finite numbers; ``whole_numbers``: sums of their squares are exact."""
+    wire = torch.empty(groups, 4 * (block + 4), dtype=torch.uint8, device="cpu")
+    numbers = (groups, 4 * block)
+    if whole_numbers:
+        values = whole(numbers, torch.float32, random, most=7)
+        wire[:, 16:] = values.to(_DTYPES[number]).view(torch.uint8)
+        scales = 0.25 * 2.0 ** torch.randint(0, 3, (groups, 4), generator=random, device="cpu")
+    else:
+        most = {"int8": 127, "e4m3": 0x7E, "e5m2": 0x7B}[number]
+        magnitudes = torch.randint(0, most + 1, numbers, generator=random, device="cpu")
+        signs = torch.randint(0, 2, numbers, generator=random, device="cpu")
+        values = magnitudes * (1 - 2 * signs) if number == "int8" else magnitudes | signs << 7
+        wire[:, 16:] = values.to(torch.int8).view(torch.uint8) if number == "int8" else values.to(torch.uint8)
+        scales = normal((groups, 4), torch.float32, random).abs() + 0.1
+    flat = wire.flatten()
+    _scales(flat, block).copy_(scales)
+    return flat

@@ -1,0 +1,164 @@
+"""The cases with which kernels are tried lead through all paths of the kernels, which Triton's interpreter runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fastddp.kernels
+import pytest
+import torch
+
+import cases_interpreted
+from cases_interpreted import Block8, LowRank, Pack, Sums, deciding, undecided
+from fastddp.exchange import codec_cases, kernel_cases
+from fastddp.exchange.trials import Trial
+from interpreting import interpreter  # noqa: F401  a fixture of this module
+
+CPU = torch.device("cpu")
+FOLDER = Path(fastddp.kernels.__file__).parent
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def interpreted(trial: Trial, make: Callable[[], Any]) -> list[str]:
+    """Paths in which the kernels, run by Triton's interpreter, do something else than operators."""
+    of_interpreter = dataclasses.replace(trial, kernels=lambda device, is_trial: make())
+    return [f"{found.path}: {found.differing}" for found in of_interpreter.run(CPU, trial=True) if found.differing]
+
+
+Trials = Callable[[], Iterator[tuple[Trial, Callable[[], Any]]]]
+
+
+def of_pack() -> Iterator[tuple[Trial, Callable[[], Any]]]:
+    """A dtype each: which paths a kernel has does not depend on it, but for fp64, which is measured in fp64."""
+    yield kernel_cases.pack(FP64, FP64), Pack
+    yield kernel_cases.pack_measuring(BF16, BF16), Pack
+    yield kernel_cases.unpack(FP64, FP64), Pack
+    yield kernel_cases.unpack(FP16, FP32), Pack
+    yield kernel_cases.measure(BF16), Pack
+    yield kernel_cases.measure_gradients(FP64), Pack
+
+
+def of_low_rank() -> Iterator[tuple[Trial, Callable[[], Any]]]:
+    for make in (codec_cases.compress, codec_cases.project, codec_cases.reconstruct):
+        yield make(FP16, 4), LowRank
+
+
+def of_orthogonalise() -> Iterator[tuple[Trial, Callable[[], Any]]]:
+    yield codec_cases.orthogonalise(16), LowRank
+
+
+def of_block8() -> Iterator[tuple[Trial, Callable[[], Any]]]:
+    for number, block, drawn in (("int8", 256, False), ("int8", 128, True), ("e4m3", 256, True), ("e5m2", 128, False)):
+        make = lambda number=number, block=block: Block8(number, block)  # noqa: E731
+        yield codec_cases.encode(BF16, number, block, drawn), make
+        yield codec_cases.add(number, block, drawn), make
+        yield codec_cases.decode(BF16, number, block), make
+
+
+def of_sums() -> Iterator[tuple[Trial, Callable[[], Any]]]:
+    yield kernel_cases.sum_shards(FP16), Sums
+
+
+NEVER_ASKED = (
+    "_project_block: tiles = tiles + (tl.load(source_pointer + offsets, mask=live & (source != 0)",
+    "_reconstruct_block: written = live & (gradient != 0)",
+)
+"""What no launcher asks: a matrix has a gradient or a memory, and reconstruct has a gradient to write to."""
+
+
+@pytest.mark.tier("slow")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("trials", "names"),
+    [
+        (of_pack, ["pack_kernels"]),
+        (of_low_rank, ["low_rank_kernels"]),
+        (of_orthogonalise, ["orthogonalise_kernels"]),
+        (of_block8, ["block8_kernels", "block8_numbers"]),
+        (of_sums, ["sum_shards_kernels"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_each_branch_of_a_kernel_is_taken_and_each_mask_decides(trials: Trials, names: list[str]) -> None:
+    with deciding(FOLDER) as decided:
+        assert {trial.what: wrong for trial, make in trials() if (wrong := interpreted(trial, make))} == {}
+    for name in names:
+        found = undecided(decided, FOLDER / f"{name}.py")
+        assert [text for text in found if not text.startswith(NEVER_ASKED)] == []
+
+
+def pack_kernels_with(tmp_path: Path, old: str, new: str) -> Any:
+    """A copy of the kernels that pack, changed in one place."""
+    source = (FOLDER / "pack_kernels.py").read_text()
+    assert source.count(old) == 1
+    file = tmp_path / "changed_pack_kernels.py"
+    file.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        spec.loader.exec_module(module)
+    return module
+
+
+def few(trial: Trial, *paths: str) -> Trial:
+    return dataclasses.replace(trial, cases=[case for case in trial.cases if case.path in paths])
+
+
+ALL = ("strided, scale 1", "undefined, scale 1", "special numbers, scale 1/3")
+
+
+CALL = '    _pack(wire, table, chunks, scale, GRADIENT, COMPUTE, CHUNK, "nothing")'
+
+
+@pytest.mark.parametrize(
+    ("before", "paths", "missing"),
+    [
+        ("", ALL, []),
+        ("", ALL[:1], ["_pack: if shape == 0: never true"]),
+        ("", ALL[1:2], ["_pack: if shape == 0: never false"]),
+        ("    if scale == 77777.0:\n        scale += 1\n", ALL, ["pack_kernel: if scale == 77777.0: never true"]),
+        ("    if scale != 77777.0:\n        scale += 0\n", ALL, ["pack_kernel: if scale != 77777.0: never false"]),
+    ],
+    ids=["as it is", "a case less", "another case less", "a branch more", "a condition more"],
+)
+def test_a_branch_without_a_case_and_a_case_less_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, paths: tuple[str, ...], missing: list[str]
+) -> None:
+    changed = pack_kernels_with(tmp_path, CALL, before + CALL)
+    monkeypatch.setattr(cases_interpreted.pack_interpreted, "kernels", changed)
+    with deciding(tmp_path) as decided:
+        assert interpreted(few(kernel_cases.pack(FP64, FP64), *paths), Pack) == []
+    found = undecided(decided, Path(changed.__file__))
+    # What these few cases can decide of all that is in the file.
+    assert [text for text in found if text.startswith(("_pack: if shape", "pack_kernel: if"))] == missing
+
+
+def test_the_numbers_around_which_cases_are_made_are_those_of_the_kernels() -> None:
+    from fastddp.kernels import (
+        block8_kernels,
+        low_rank_kernels,
+        orthogonalise_kernels,
+        pack_kernels,
+        sum_shards_kernels,
+    )
+
+    chunks = (
+        pack_kernels.CHUNK_ELEMENTS,
+        block8_kernels.ELEMENTS,
+        sum_shards_kernels.ELEMENTS,
+        orthogonalise_kernels.TILE,
+    )
+    assert set(chunks) == {kernel_cases.CHUNK}
+    assert pack_kernels.ACCESS_BYTES == kernel_cases.ACCESS
+    steps = (pack_kernels._STRIDED_STEP, sum_shards_kernels._SCALAR_STEP, pack_kernels._SCALAR_STEP)
+    assert tuple(step.value for step in steps) == kernel_cases.STEPS[:-1]
+    assert low_rank_kernels.STEP == codec_cases.STEP
