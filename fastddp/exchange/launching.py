@@ -134,6 +134,8 @@ def _load(device: torch.device, kernel: CompiledKernel) -> None:
             place,
             str(proofs.proof_of(kernel, device) or ""),
         )
+    except torch.AcceleratorError:  # of something that ran before: the device loads nothing any more
+        raise
     except RuntimeError as error:
         reason = str(error).splitlines()[0].rstrip(".")
         warnings.warn(_C.give_up_kernel(device, kernel.name, place, reason), stacklevel=2)

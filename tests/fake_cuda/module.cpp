@@ -30,7 +30,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", [&] { simulator.wait_for_device(std::nullopt, "everything"); }, no_gil);
   m.def("forbid_waits", [&](bool forbidden) { simulator.waits_forbidden = forbidden; });
   // Until schedule(), each question about the device raises, as behind an illegal access.
-  m.def("break_device", [&] { simulator.is_broken = true; });
+  m.def("break_device", [&] { simulator.failed_with = 700; });
   m.def("break_kernels", &break_kernels);
 
   // Since the last reset of records: what the host has waited for, in words, and how often; kernels that were launched; all

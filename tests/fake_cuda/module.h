@@ -7,7 +7,8 @@
 namespace fake_cuda {
 
 // Kernels with this in their names, and no others, have this fault from now on: "bit" (one is flipped in the first byte of
-// the output, of pack and block8's encode), "program" (one does not run), "launch" or "load" (is refused), or "none".
+// the output, of pack and block8's encode), "program" (one does not run), "launch" or "load" (is refused), or "none". Or a
+// number: the driver answers the launch with this error. An error of what ran before stays until schedule().
 void break_kernels(const std::string& part_of_name, const std::string& fault);
 
 // Compute capability of all devices, without the dot. Modules for another one do not load.
