@@ -1,4 +1,4 @@
-"""What the driver answers, on the simulated device: an error of a launch is the kernel's, and every other one the device's."""
+"""What the driver answers, on the simulated device: errors of launches are the kernel's, all others the device's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from on_ranks import on_ranks
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
-# A kernel that is given up stays so. These are on a device, and of dtypes, on which no other test of these ranks trains.
+# A kernel that is given up stays so. No other test of these ranks trains in these dtypes on this device.
 HERE = torch.device("privateuseone", 1)  # named before it is renamed
 OF_LAUNCHES = {
     1: (FP32, FP16, "CUDA_ERROR_INVALID_VALUE"),
@@ -69,7 +69,8 @@ def test_errors_of_launches_go_to_operators_and_all_others_are_raised_by_name(ra
         assert any(f"launching a kernel failed with CUDA error {code} ({name})" in reason for reason in reasons)
     given_up = len(_C.kernels_given_up())
     for code, name in OF_CALLS.items():
-        with pytest.raises(RuntimeError, match=rf"launching a kernel failed with CUDA error {code} \({name}\)") as raised:
+        said = rf"launching a kernel failed with CUDA error {code} \({name}\)"
+        with pytest.raises(RuntimeError, match=said) as raised:
             packed(FP64, FP64, code)
         assert not isinstance(raised.value, torch.AcceleratorError)
     for code, name in OF_DEVICES.items():
