@@ -270,7 +270,7 @@ def _pack(
     WIRE: tl.constexpr = wire.dtype.element_ty
     begin, start, count, address, shape = _chunk_of_this_program(table, chunks)
     if MEASURE == "read":
-        # To compare indices, which have 32 bits, with a number of 64 takes registers. To keep and measure fp64 leaves none.
+        # Comparing the indices, of 32 bits, with 64 bits takes registers. Keeping fp64 to measure it leaves none.
         count = count.to(tl.int32)
     factor = tl.full((), scale, COMPUTE)
     squares = factor * 0
