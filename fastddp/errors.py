@@ -311,4 +311,11 @@ ERRORS = {
         "has ended, or the network failed. So it holds new parameters beside old ones.",
         "Start again from the last checkpoint, or load it into the model and the optimizer.",
     ),
+    "FD045": Explanation(
+        "The device has failed",
+        "Something that ran on the device has failed, such as a kernel that accessed memory which is not its own. CUDA "
+        "says so late, in any later call. Nothing runs on the device any more for this process.",
+        "Restart the process from a checkpoint, and do not use this step's gradients. To find what failed, run it with "
+        "CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer. Look for Xid messages in the kernel's log, too.",
+    ),
 }

@@ -90,10 +90,10 @@ def _name(specialization) -> str:
 
 @triton.jit
 def _block(bases, blocks):
-    """Return this program's number, its basis, its first row and its number of rows."""
+    """Return this program's number, its row of ``blocks``, and its basis."""
     program = tl.program_id(0).to(tl.int64)
     block = blocks + program * _BLOCK_WORDS
-    return program, bases + tl.load(block) * _BASIS_WORDS, tl.load(block + 1), tl.load(block + 2)
+    return program, block, bases + tl.load(block) * _BASIS_WORDS
 
 
 @triton.jit
@@ -123,7 +123,8 @@ def gram_kernel(bases, blocks, grams, R: tl.constexpr):
     Example: the vectors (3, 4) and (1, 2) in one block give [[25, 11], [11, 5]].
     """
     LINES: tl.constexpr = _TILE // (R * R)
-    program, basis, row, rows = _block(bases, blocks)
+    program, block, basis = _block(bases, blocks)
+    row, rows = tl.load(block + 1), tl.load(block + 2)
     place, stride, exists = _place(basis, R)
     line = tl.arange(0, LINES)[:, None]
     sums = tl.zeros((LINES, R, R), tl.float64)
@@ -202,10 +203,15 @@ def orthonormalise_kernel(
     Example: the vectors (3, 4) and (1, 2), whose Gram matrix is [[25, 11], [11, 5]], become (0.6, 0.8) and (-0.8, 0.6).
     """
     LINES: tl.constexpr = _TILE // (R * R)
-    program, basis, row, rows = _block(bases, blocks)
+    program, block, basis = _block(bases, blocks)
+    if not LAST:
+        row, rows = tl.load(block + 1), tl.load(block + 2)
     own_seed = seed * 1000003 + tl.load(basis + 5)
     gram = _sum_of_grams(grams, tl.load(basis + 6), tl.load(basis + 7), R)
     factor, dependent = _inverse_factor(gram, epsilon, refill, R)
+    # Read here, they take no registers of the factorisation. Without LAST the compiler spills if they are.
+    if LAST:
+        row, rows = tl.load(block + 1), tl.load(block + 2)
     place, stride, exists = _place(basis, R)
     line = tl.arange(0, LINES)[:, None]
     sums = tl.zeros((LINES, R, R), tl.float64)

@@ -5,6 +5,8 @@
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
 
@@ -16,6 +18,7 @@ namespace {
 
 // Values of the driver's interface, which are part of its ABI.
 constexpr int kSuccess = 0;
+constexpr int kNotReady = 600;
 constexpr int kCapabilityMajor = 75;         // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 constexpr int kCapabilityMinor = 76;         // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
 constexpr int kMaxDynamicShared = 8;         // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -34,10 +37,31 @@ std::map<c10::DeviceType, std::unique_ptr<CudaDriver>>& drivers() {
   return all;
 }
 
+// Note [Whose error it is]
+// The driver answers a call also with the error of what ran on the device before, such as an illegal access by any kernel of the
+// process. Nothing runs on that device any more, so an answer of this kind must not pass for a kernel that the driver refuses:
+// a job would go on by operators, and be told that its gradients are right. So the results that speak about a launch, or about
+// another call, are listed. All others count as the device's, and so do those of drivers to come.
+enum class Whose { launch, call, device };
+
+Whose whose(int result) {
+  // Invalid value, no memory, invalid image, no binary for the device, invalid PTX, invalid handle, not found, out of resources.
+  // Memory is of the launch: the driver takes it to load a kernel that it loads late, or for its stack, and if there is none
+  // nothing has run. Operators take theirs from torch's allocator, which says well what is missing if there is none either.
+  constexpr std::array launches{1, 2, 200, 209, 218, 400, 500, 701};
+  // Memory, NVLink or the device itself has lost bits that it cannot correct; unknown.
+  constexpr std::array devices{214, 220, 226, 999};
+  if (std::ranges::find(launches, result) != launches.end()) return Whose::launch;
+  if (std::ranges::find(devices, result) != devices.end()) return Whose::device;
+  const bool is_call = result < 700 || (result >= 800 && result < 1000);  // permissions and captures are in the latter
+  return is_call ? Whose::call : Whose::device;
+}
+
 }  // namespace
 
 struct CudaDriver::Functions {
   int (*cuInit)(unsigned);
+  int (*cuGetErrorName)(int, const char**);
   int (*cuGetErrorString)(int, const char**);
   int (*cuDeviceGet)(int*, int);
   int (*cuDeviceGetAttribute)(int*, int, int);
@@ -49,6 +73,7 @@ struct CudaDriver::Functions {
   int (*cuFuncSetAttribute)(void*, int, int);
   int (*cuLaunchKernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
                         void**);
+  int (*cuStreamQuery)(void*);
   int (*cuStreamIsCapturing)(void*, int*);
   int (*cuThreadExchangeStreamCaptureMode)(int*);
   int (*cuFuncGetParamInfo)(void*, size_t, size_t*, size_t*);  // null before CUDA 12.4
@@ -62,6 +87,7 @@ CudaDriver::CudaDriver(void* library) {
                 ". fastddp needs a driver for CUDA 12 or newer: update it.", see("FD040"));
   };
   find(functions->cuInit, "cuInit");
+  find(functions->cuGetErrorName, "cuGetErrorName");
   find(functions->cuGetErrorString, "cuGetErrorString");
   find(functions->cuDeviceGet, "cuDeviceGet");
   find(functions->cuDeviceGetAttribute, "cuDeviceGetAttribute");
@@ -72,6 +98,7 @@ CudaDriver::CudaDriver(void* library) {
   find(functions->cuModuleGetFunction, "cuModuleGetFunction");
   find(functions->cuFuncSetAttribute, "cuFuncSetAttribute");
   find(functions->cuLaunchKernel, "cuLaunchKernel");
+  find(functions->cuStreamQuery, "cuStreamQuery");
   find(functions->cuStreamIsCapturing, "cuStreamIsCapturing");
   find(functions->cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
   find(functions->cuFuncGetParamInfo, "cuFuncGetParamInfo", /*needed=*/false);
@@ -107,13 +134,13 @@ int CudaDriver::capability(c10::Device device) const {
 void* CudaDriver::load(c10::Device device, const std::string& cubin, const std::string& name, unsigned shared_bytes,
                        size_t parameters) const {
   const c10::DeviceGuard guard(device);
-  need_context(device);
+  const auto& functions = in_context(device);
   void *module = nullptr, *function = nullptr;
-  check(functions_->cuModuleLoadData(&module, cubin.data()), "loading a kernel");
-  check(functions_->cuModuleGetFunction(&function, module, name.c_str()), "finding a kernel in its module");
+  check(functions.cuModuleLoadData(&module, cubin.data()), "loading a kernel");
+  check(functions.cuModuleGetFunction(&function, module, name.c_str()), "finding a kernel in its module");
   check_parameters(function, name, parameters);
   if (shared_bytes > kSharedLimit) {
-    check(functions_->cuFuncSetAttribute(function, kMaxDynamicShared, static_cast<int>(shared_bytes)),
+    check(functions.cuFuncSetAttribute(function, kMaxDynamicShared, static_cast<int>(shared_bytes)),
           "asking for shared memory");
   }
   return function;
@@ -137,15 +164,21 @@ void CudaDriver::check_parameters(void* function, const std::string& name, size_
 
 void CudaDriver::launch(const LaunchableFunction& function, unsigned programs, c10::Device device,
                         void** parameters) const {
+  constexpr auto what = "launching a kernel";
   const c10::DeviceGuard guard(device);
-  need_context(device);
-  const c10::impl::VirtualGuardImpl streams(device.type());
-  auto* stream = streams.getStreamNativeHandle(streams.getStream(device));
-  const auto result = functions_->cuLaunchKernel(function.function, programs, 1, 1, function.threads, 1, 1,
-                                                 function.shared_bytes, stream, parameters, nullptr);
-  if (result != kSuccess) {
-    throw LaunchError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, words(result, "launching a kernel"));
-  }
+  const auto& functions = in_context(device);
+  const auto result = functions.cuLaunchKernel(function.function, programs, 1, 1, function.threads, 1, 1,
+                                               function.shared_bytes, current_stream(device), parameters, nullptr);
+  if (result == kSuccess) return;
+  if (whose(result) != Whose::launch) fail(result, what);
+  throw LaunchError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, words(result, what));
+}
+
+void CudaDriver::check_device(c10::Device device) const {
+  if (is_capturing(device)) return;  // asking would end the capture
+  const c10::DeviceGuard guard(device);
+  const auto result = in_context(device).cuStreamQuery(current_stream(device));
+  if (result != kNotReady) check(result, "asking whether the device goes on");
 }
 
 bool CudaDriver::is_capturing(c10::Device device) const {
@@ -155,39 +188,58 @@ bool CudaDriver::is_capturing(c10::Device device) const {
 bool CudaDriver::is_captured(const c10::Stream& stream) const {
   auto* handle = c10::impl::VirtualGuardImpl(stream.device_type()).getStreamNativeHandle(stream);
   if (handle == nullptr) return false;  // the default stream, which cannot be captured
-  need_context(stream.device());
   int status = 0;
-  check(functions_->cuStreamIsCapturing(handle, &status), "asking whether a stream is being captured");
+  check(in_context(stream.device()).cuStreamIsCapturing(handle, &status), "asking whether a stream is being captured");
   return status == kCaptureActive;
 }
 
-CudaDriver::RelaxedCapture::RelaxedCapture(const CudaDriver& driver) : driver_(driver), mode_(kCaptureRelaxed) {
-  driver_.check(driver_.functions_->cuThreadExchangeStreamCaptureMode(&mode_), "changing the mode of captures");
+CudaDriver::RelaxedCapture::RelaxedCapture(const CudaDriver& driver, c10::Device device)
+    : driver_(driver), mode_(kCaptureRelaxed) {
+  driver_.check(driver_.in_context(device).cuThreadExchangeStreamCaptureMode(&mode_), "changing the mode of captures");
 }
 
 CudaDriver::RelaxedCapture::~RelaxedCapture() {
   driver_.functions_->cuThreadExchangeStreamCaptureMode(&mode_);
 }
 
+void* CudaDriver::current_stream(c10::Device device) {
+  const c10::impl::VirtualGuardImpl streams(device.type());
+  return streams.getStreamNativeHandle(streams.getStream(device));
+}
+
 // A thread that has not called the runtime yet has no context. The runtime's context is the device's primary one.
-void CudaDriver::need_context(c10::Device device) const {
+const CudaDriver::Functions& CudaDriver::in_context(c10::Device device) const {
   void* context = nullptr;
   check(functions_->cuCtxGetCurrent(&context), "asking for the context");
-  if (context != nullptr) return;
+  if (context != nullptr) return *functions_;
   int handle = 0;
   check(functions_->cuDeviceGet(&handle, device.index()), "asking for a device");
   check(functions_->cuDevicePrimaryCtxRetain(&context, handle), "retaining a device's context");
   check(functions_->cuCtxSetCurrent(context), "making a device's context current");
+  return *functions_;
 }
 
 void CudaDriver::check(int result, const char* what) const {
-  TORCH_CHECK(result == kSuccess, words(result, what));
+  if (result != kSuccess) fail(result, what);
+}
+
+void CudaDriver::fail(int result, const char* what) const {
+  TORCH_CHECK(whose(result) == Whose::device, words(result, what));
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, result,
+      c10::str(words(result, what),
+               ". This is the error of something that ran earlier on the device, and the device runs nothing more for "
+               "this process. Do not use the gradients of this step: restart the process, from a checkpoint. To find what "
+               "failed, run it with CUDA_LAUNCH_BLOCKING=1 in the environment, or under compute-sanitizer.",
+               see("FD045")));
 }
 
 std::string CudaDriver::words(int result, const char* what) const {
-  const char* text = nullptr;
+  const char *name = nullptr, *text = nullptr;  // null where the driver does not know the result
+  functions_->cuGetErrorName(result, &name);
   functions_->cuGetErrorString(result, &text);
-  return c10::str("fastddp: ", what, " failed with CUDA error ", result, ": ", text != nullptr ? text : "unknown");
+  return c10::str("fastddp: ", what, " failed with CUDA error ", result, " (", name != nullptr ? name : "unknown",
+                  "): ", text != nullptr ? text : "the driver has no words for it");
 }
 
 bool is_capturing(c10::Device device) {
@@ -200,9 +252,14 @@ bool is_captured(const c10::Stream& stream) {
   return driver != nullptr && driver->is_captured(stream);
 }
 
+void check_device(c10::Device device) {
+  const auto* driver = CudaDriver::of(device.type());
+  if (driver != nullptr) driver->check_device(device);
+}
+
 std::unique_ptr<CudaDriver::RelaxedCapture> relaxed_capture(c10::Device device) {
   const auto* driver = CudaDriver::of(device.type());
-  return driver == nullptr ? nullptr : std::make_unique<CudaDriver::RelaxedCapture>(*driver);
+  return driver == nullptr ? nullptr : std::make_unique<CudaDriver::RelaxedCapture>(*driver, device);
 }
 
 }  // namespace fastddp

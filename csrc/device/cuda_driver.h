@@ -17,7 +17,9 @@ struct LaunchableFunction {
   unsigned shared_bytes;
 };
 
-// The driver has refused a launch: the kernel has done nothing.
+// The driver has refused a launch: the kernel has done nothing, and the device is well. Anything else that a launch or another
+// call answers with is c10::AcceleratorError if it is the device's (torch.AcceleratorError in Python, as torch raises), else
+// c10::Error.
 class LaunchError : public c10::Error {
  public:
   using c10::Error::Error;
@@ -44,6 +46,10 @@ class CudaDriver {
   // On the device's current stream. `parameters`: the address of each parameter's value. Raises LaunchError.
   void launch(const LaunchableFunction& function, unsigned programs, c10::Device device, void** parameters) const;
 
+  // Raises the device's error if something that ran there has failed. Waits for nothing. Asks nothing while the current stream
+  // is captured.
+  void check_device(c10::Device device) const;
+
   // Whether the device's current stream is being recorded as a graph.
   bool is_capturing(c10::Device device) const;
   bool is_captured(const c10::Stream& stream) const;
@@ -51,7 +57,7 @@ class CudaDriver {
   // While it lives, this thread may allocate memory and query events although a stream is being captured.
   class RelaxedCapture {
    public:
-    explicit RelaxedCapture(const CudaDriver& driver);
+    RelaxedCapture(const CudaDriver& driver, c10::Device device);
     ~RelaxedCapture();
     RelaxedCapture(const RelaxedCapture&) = delete;
 
@@ -63,15 +69,19 @@ class CudaDriver {
  private:
   struct Functions;
 
+  static void* current_stream(c10::Device device);
+  // All functions, for a thread that may have no context. Others take those that need none.
+  const Functions& in_context(c10::Device device) const;
   void check(int result, const char* what) const;
+  [[noreturn]] void fail(int result, const char* what) const;
   std::string words(int result, const char* what) const;
-  void need_context(c10::Device device) const;
   void check_parameters(void* function, const std::string& name, size_t parameters) const;
 
   std::shared_ptr<const Functions> functions_;
 };
 
-// The same of the device's driver. Without one: false, or null.
+// The same of the device's driver. Without one: nothing, false, or null.
+void check_device(c10::Device device);
 bool is_capturing(c10::Device device);
 bool is_captured(const c10::Stream& stream);
 std::unique_ptr<CudaDriver::RelaxedCapture> relaxed_capture(c10::Device device);

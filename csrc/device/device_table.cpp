@@ -51,7 +51,7 @@ const Staged& kept_for_graphs(const Words& words, c10::Device device) {
 
 const at::Tensor& DeviceTable::refresh(Words key, const std::function<Words()>& words) {
   if (driver_.is_capturing(device_)) {
-    const CudaDriver::RelaxedCapture allow(driver_);
+    const CudaDriver::RelaxedCapture allow(driver_, device_);
     const auto& table = kept_for_graphs(words ? words() : key, device_);
     send(table);
     ++uploads_;

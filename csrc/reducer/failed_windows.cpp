@@ -3,6 +3,7 @@
 
 #include <limits>
 
+#include "device/cuda_driver.h"
 #include "device/see.h"
 #include "reducer/reducer.h"
 
@@ -55,7 +56,9 @@ void Reducer::fail() {
   observer_.window_failed();
 }
 
+// A device that has failed runs nothing that could repair the window: its error is raised in each forward.
 void Reducer::repair() {
+  check_device(buckets_.device());
   const Conductor::Turn turn(conductor_, mutex_);
   const c10::AutoGradMode no_grad(false);
   const auto unsaid = failure_.take_unsaid();

@@ -83,6 +83,9 @@ void Interruption::rethrow_explained() {
     throw;
   } catch (const c10::DistBackendError& error) {
     TORCH_CHECK_WITH(DistBackendError, false, in_words(error), "\n", why, see("FD015"));
+  } catch (const c10::AcceleratorError& error) {
+    throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error.get_error_code(),
+                                in_words(error) + "\n" + why + see("FD015"));
   } catch (const std::exception& error) {
     TORCH_CHECK(false, in_words(error), "\n", why, see("FD015"));
   }

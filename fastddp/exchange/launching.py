@@ -152,6 +152,8 @@ def _load_one(device: torch.device, kernel: CompiledKernel) -> None:
             place,
             _C.Trust.proven if proof is not None and proof.exists() else _C.Trust.untried,
         )
+    except torch.AcceleratorError:  # of something that ran before: the device loads nothing any more
+        raise
     except RuntimeError as error:
         reason = str(error).splitlines()[0].rstrip(".")
         warnings.warn(_C.give_up_kernel(device, kernel.name, place, reason), stacklevel=3)

@@ -54,7 +54,7 @@ def test_waits_that_are_forbidden_and_captures_that_break_the_rules_raise(rank: 
     ("built_for", "name", "scratch", "message"),
     [
         (80, None, 2, "no kernel image is available"),
-        (90, "another", 2, "CUDA error 500: named symbol not found"),
+        (90, "another", 2, r"CUDA error 500 \(CUDA_ERROR_NOT_FOUND\): named symbol not found"),
         (90, None, 1, "does not take the 6 parameters of 8 bytes"),
         (90, None, 3, "takes 3 scratch pointers; the launcher passes at most 2"),
     ],

@@ -150,7 +150,34 @@ enum Result : int {
   kNoBinary = 209,
   kInvalidHandle = 400,
   kNotFound = 500,
+  kNotReady = 600,
+  kIllegalAddress = 700,
   kOutOfResources = 701,
+};
+
+// Names as cuda.h has them, and texts.
+const std::map<int, std::pair<const char*, const char*>> kResults{
+    {1, {"CUDA_ERROR_INVALID_VALUE", "invalid argument"}},
+    {2, {"CUDA_ERROR_OUT_OF_MEMORY", "out of memory"}},
+    {200, {"CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"}},
+    {201, {"CUDA_ERROR_INVALID_CONTEXT", "invalid device context"}},
+    {209, {"CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"}},
+    {214, {"CUDA_ERROR_ECC_UNCORRECTABLE", "uncorrectable ECC error encountered"}},
+    {218, {"CUDA_ERROR_INVALID_PTX", "a PTX JIT compilation failed"}},
+    {400, {"CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"}},
+    {500, {"CUDA_ERROR_NOT_FOUND", "named symbol not found"}},
+    {700, {"CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"}},
+    {701, {"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch"}},
+    {702, {"CUDA_ERROR_LAUNCH_TIMEOUT", "the launch timed out and was terminated"}},
+    {710, {"CUDA_ERROR_ASSERT", "device-side assert triggered"}},
+    {714, {"CUDA_ERROR_HARDWARE_STACK_ERROR", "hardware stack error"}},
+    {715, {"CUDA_ERROR_ILLEGAL_INSTRUCTION", "an illegal instruction was encountered"}},
+    {716, {"CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address"}},
+    {717, {"CUDA_ERROR_INVALID_ADDRESS_SPACE", "operation not supported on global/shared address space"}},
+    {718, {"CUDA_ERROR_INVALID_PC", "invalid program counter"}},
+    {719, {"CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"}},
+    {901, {"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture"}},
+    {999, {"CUDA_ERROR_UNKNOWN", "unknown error"}},
 };
 
 constexpr unsigned kSharedLimit = 48 << 10;        // of a block, unless a function asked for more
@@ -176,6 +203,25 @@ Queue* context_of(int device) {
 
 Queue* current_context() {
   return has_context ? context_of(current_device().index()) : nullptr;
+}
+
+// What the driver answers in any case: that the thread has no context, or with the error of what ran before.
+int answer_to_all() {
+  return current_context() == nullptr ? kInvalidContext : Simulator::get().failed_with.load();
+}
+
+// An error of what ran before, which stays.
+bool stays(int result) {
+  return result == 214 || result == kIllegalAddress || (result > kOutOfResources && result < 800) || result == 999;
+}
+
+int answer_by_fault(const std::string& fault) {
+  if (fault == "launch") return kOutOfResources;
+  const bool is_number = !fault.empty() && std::ranges::all_of(fault, [](unsigned char c) { return std::isdigit(c); });
+  if (!is_number) return kSuccess;
+  const auto result = std::stoi(fault);
+  if (stays(result)) Simulator::get().failed_with = result;
+  return result;
 }
 
 }  // namespace
@@ -206,11 +252,16 @@ DRIVER_API cuInit(unsigned) {
   return kSuccess;
 }
 
+DRIVER_API cuGetErrorName(int result, const char** name) {
+  const auto known = kResults.find(result);
+  *name = known == kResults.end() ? nullptr : known->second.first;
+  return *name == nullptr ? kInvalidValue : kSuccess;
+}
+
 DRIVER_API cuGetErrorString(int result, const char** text) {
-  *text = result == kNoBinary   ? "no kernel image is available for execution on the device"
-          : result == kNotFound ? "named symbol not found"
-                                : "another error";
-  return kSuccess;
+  const auto known = kResults.find(result);
+  *text = known == kResults.end() ? nullptr : known->second.second;
+  return *text == nullptr ? kInvalidValue : kSuccess;
 }
 
 DRIVER_API cuDeviceGet(int* device, int ordinal) {
@@ -240,7 +291,7 @@ DRIVER_API cuCtxSetCurrent(void* context) {
 }
 
 DRIVER_API cuModuleLoadData(void** module, const void* image) {
-  if (current_context() == nullptr) return kInvalidContext;
+  if (const auto answer = answer_to_all()) return answer;
   if (std::memcmp(image, ELFMAG, SELFMAG) != 0) return kInvalidImage;
   auto cubin = read_cubin(image);
   // A binary for 9.0 runs on 9.x from there on.
@@ -253,6 +304,7 @@ DRIVER_API cuModuleLoadData(void** module, const void* image) {
 }
 
 DRIVER_API cuModuleGetFunction(void** function, void* module, const char* name) {
+  if (const auto answer = answer_to_all()) return answer;
   const auto& [cubin, context] = *static_cast<Module*>(module);
   const auto found = cubin.kernels.find(name);
   const auto twin = twin_of(name);
@@ -262,6 +314,7 @@ DRIVER_API cuModuleGetFunction(void** function, void* module, const char* name) 
 }
 
 DRIVER_API cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* size) {
+  if (const auto answer = answer_to_all()) return answer;
   const auto& parameters = static_cast<Function*>(function)->kernel.parameters;
   if (index >= parameters.size()) return kInvalidValue;
   *offset = parameters[index].offset;
@@ -270,6 +323,7 @@ DRIVER_API cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size
 }
 
 DRIVER_API cuFuncSetAttribute(void* function, int attribute, int value) {
+  if (const auto answer = answer_to_all()) return answer;
   constexpr int max_dynamic_shared = 8;
   if (attribute != max_dynamic_shared || value < 0 || value > static_cast<int>(kOptInSharedLimit)) return kInvalidValue;
   static_cast<Function*>(function)->shared_limit = static_cast<unsigned>(value);
@@ -281,7 +335,7 @@ DRIVER_API cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsign
                           void** extra) {
   const auto& [name, kernel, twin, context, shared_limit] = *static_cast<Function*>(handle);
   auto& queue = queue_of_handle(stream);
-  if (current_context() == nullptr) return kInvalidContext;
+  if (const auto answer = answer_to_all()) return answer;
   if (current_context() != context || queue.device != context->device) return kInvalidHandle;
   if (grid_x == 0 || grid_y == 0 || grid_z == 0 || shared > shared_limit || extra != nullptr) return kInvalidValue;
   const std::array<unsigned, 3> block = {block_x, block_y, block_z};
@@ -297,18 +351,26 @@ DRIVER_API cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsign
     if (launch.values.back() != 0) return kInvalidValue;
   }
   const auto fault = fault_of(name);
-  if (fault == "launch") return kOutOfResources;
+  if (const auto answer = answer_by_fault(fault)) return answer;
   Simulator::get().with_records([&](Records& records) { records.launches.push_back(name); });
   Simulator::get().enqueue(queue, {name, [launch, twin = twin, fault] { run(launch, twin, fault); }});
   return kSuccess;
 }
 
+DRIVER_API cuStreamQuery(void* stream) {
+  if (const auto answer = answer_to_all()) return answer;
+  auto& simulator = Simulator::get();
+  return simulator.query(simulator.last(queue_of_handle(stream))) ? kSuccess : kNotReady;
+}
+
 DRIVER_API cuStreamIsCapturing(void* stream, int* status) {
+  if (const auto answer = answer_to_all()) return answer;
   *status = queue_of_handle(stream).capture != nullptr ? 1 : 0;
   return kSuccess;
 }
 
 DRIVER_API cuThreadExchangeStreamCaptureMode(int* mode) {
+  if (const auto answer = answer_to_all()) return answer;
   std::swap(*mode, capture_mode);
   return kSuccess;
 }

@@ -142,6 +142,16 @@ const c10::IValue* written_argument(const c10::OperatorHandle& op, Arguments arg
   return nullptr;
 }
 
+// Puts what the operator returns in place of its arguments. What it returns of an argument that it writes to is taken from the
+// argument: torch 2.11 reads several such returns through references to arguments that it has let go of.
+void call(const c10::OperatorHandle& op, Stack& values) {
+  const Stack arguments = values;
+  op.callBoxed(values);
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (const auto* written = written_argument(op, arguments, i)) values[i] = *written;
+  }
+}
+
 // The CPU keeps the statistics of a normalisation in the dtype of the weights, and without weights in the input's; the
 // meta kernel speaks of the GPU's, which is wider.
 at::Tensor corrected(const c10::OperatorHandle& op, Arguments arguments, size_t index, const at::Tensor& expected) {
@@ -157,7 +167,7 @@ void run_later(const c10::OperatorHandle& op, Arguments arguments, c10::Device d
   TORCH_CHECK(op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta), "the simulated device cannot run ",
               op.schema(), ": torch has no meta kernel that says what it returns. Register one in operators.cpp.");
   auto expected = Translation(c10::kMeta)(arguments);
-  op.callBoxed(expected);
+  call(op, expected);
   std::vector<std::pair<size_t, at::Tensor>> results;  // among the returns; and where it goes
   for (size_t i = 0; i < expected.size(); ++i) {
     const auto like = corrected(op, arguments, i, expected[i].isTensor() ? expected[i].toTensor() : at::Tensor());
@@ -172,7 +182,7 @@ void run_later(const c10::OperatorHandle& op, Arguments arguments, c10::Device d
   const auto body = [op, stack = Translation(c10::kCPU)(arguments), results = std::move(results)] {
     auto values = stack;
     renew_outputs(op, values);
-    op.callBoxed(values);
+    call(op, values);
     for (const auto& [index, view] : results) {
       const auto& value = values.at(index).toTensor();
       TORCH_CHECK(value.sizes() == view.sizes() && value.scalar_type() == view.scalar_type(), op.schema().name(),
@@ -189,7 +199,7 @@ void run_now(const c10::OperatorHandle& op, Arguments arguments, c10::Device dev
   auto& queue = current_queue(device.index());
   simulator.wait_for(simulator.last(queue), op.schema().name());
   auto values = Translation(c10::kCPU)(arguments);
-  op.callBoxed(values);
+  call(op, values);
   for (size_t i = 0; i < values.size(); ++i) {
     if (const auto* written = written_argument(op, arguments, i)) {
       returned.push_back(*written);

@@ -31,7 +31,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", [&] { simulator.wait_for_device(std::nullopt, "everything"); }, no_gil);
   m.def("forbid_waits", [&](bool forbidden) { simulator.waits_forbidden = forbidden; });
   // Until schedule(), each question about the device raises, as behind an illegal access.
-  m.def("break_device", [&] { simulator.is_broken = true; });
+  m.def("break_device", [&] { simulator.failed_with = 700; });
   m.def(
       "break_kernels",
       [](const std::string& part_of_name, const std::string& fault, const py::object& where,

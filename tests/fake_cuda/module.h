@@ -10,7 +10,8 @@
 namespace fake_cuda {
 
 // Kernels with this in their names, and no others, have this fault from now on: "bit" (one is flipped in the first byte of
-// the output, of pack and block8's encode), "program" (one does not run), "launch" or "load" (is refused), or "none".
+// the output, of pack and block8's encode), "program" (one does not run), "launch" or "load" (is refused), or "none". Or a
+// number: the driver answers the launch with this error. An error of what ran before stays until schedule().
 //
 // With `where`, which gets facts about a program by name (twin.h), faults are those of programs for which it is true. There "bit"
 // is the lowest one of the last element that the program writes, "top" the highest; "one": 1 is added to its first element, an

@@ -115,7 +115,8 @@ void Simulator::check_wait(const std::string& what) const {
 }
 
 bool Simulator::query(const OpPtr& op) {
-  TORCH_CHECK(!is_broken, "cudaErrorIllegalAddress: an illegal memory access was encountered");
+  TORCH_CHECK(failed_with == 0, "cudaErrorIllegalAddress: an illegal memory access was encountered (",
+              failed_with.load(), ")");
   if (op == nullptr || op->done) return true;
   const WithoutGil without_gil;
   Lock lock(mutex_);
@@ -251,7 +252,8 @@ void Simulator::execute(const OpPtr& op, Lock& lock) {
 
 void Simulator::restart(Policy policy, uint64_t seed) {
   run_until_done(pending_on(std::nullopt));
-  waits_forbidden = is_broken = false;
+  waits_forbidden = false;
+  failed_with = 0;
   const std::lock_guard lock(mutex_);
   error_ = nullptr;
   records_ = {};

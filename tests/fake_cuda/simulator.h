@@ -115,8 +115,9 @@ class Simulator {
 
   // From now on, a wait of the host raises.
   std::atomic<bool> waits_forbidden{false};
-  // From now on, until the restart, each question raises, as behind an illegal access of a kernel's.
-  std::atomic<bool> is_broken{false};
+  // Not 0: what ran has failed with this error of the driver's. Until the restart each question raises, and the driver answers
+  // what is asked of a device with it.
+  std::atomic<int> failed_with{0};
   // The number of captures under way. While it is not 0, the host cannot wait.
   std::atomic<int> captures{0};
 

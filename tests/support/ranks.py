@@ -19,6 +19,7 @@ import contextlib
 import datetime
 import faulthandler
 import gc
+import importlib.util
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -169,7 +170,13 @@ class RankPool:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         # Imported once. torch takes _dynamo, and fastddp triton, when a device is first used: two seconds of each rank.
-        context.set_forkserver_preload(["torch.distributed", "torch.testing", "torch._dynamo", "triton", "fastddp"])
+        modules = ["torch.distributed", "torch.testing", "torch._dynamo", "triton"]
+        # The process that imports them looks into the current folder first. Where fastddp is installed and not used in
+        # place, it would find the sources there, with an extension for another torch.
+        found = importlib.util.find_spec("fastddp")
+        if found is not None and found.origin is not None and Path(found.origin).parents[1] == Path.cwd():
+            modules.append("fastddp")
+        context.set_forkserver_preload(modules)
         for rank in range(len(self._processes), world_size):
             ours, theirs = context.Pipe()
             handle, path = tempfile.mkstemp(prefix=f"fastddp-rank{rank}-")

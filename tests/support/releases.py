@@ -23,6 +23,11 @@ def torch_takes(options: Collection[str]) -> bool:
     return set(options) <= inspect.signature(TorchDDP.__init__).parameters.keys()
 
 
+# Since 2.13 torch leaves a Python object in the state of threads that run a backward: the caller's contextvars.
+BACKWARD_HAS_CONTEXT = "_stash_obj_in_tls" in inspect.getsource(torch.autograd.graph)
+# Since 2.13 a trace of torch.profiler says on which machine it was recorded. Without that, ranks' clocks may differ.
+TRACES_NAME_HOSTS = RELEASE >= (2, 13)
+
 # What both classes call it.
 FORWARD_SYNC_BUFFERS = "forward_sync_buffers" if torch_takes(["forward_sync_buffers"]) else "broadcast_buffers"
 

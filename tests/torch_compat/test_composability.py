@@ -66,8 +66,9 @@ def steps(model: Any, rank: int, forward: Callable[..., Tensor] | None = None, *
     return [*found, [tensor.clone() for tensor in model.state_dict().values()]]
 
 
-# With a bucket for each parameter, so that exchanges begin while other gradients are on their way.
-SMALL_BUCKETS = {"bucket_cap_mb": 0}
+# With a bucket for each parameter, so that exchanges begin while other gradients are on their way. Torch's DDP takes no
+# cap of 0 before 2.13.
+SMALL_BUCKETS = {"bucket_cap_mb": 1e-6}
 
 # ------------------------------------------------------------------------------------------- activation checkpointing
 

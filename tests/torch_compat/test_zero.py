@@ -101,7 +101,7 @@ def test_a_patch_leaves_the_import_of_torchs_optimizers_to_those_who_need_it() -
         "from torch.distributed.optim import ZeroRedundancyOptimizer",
         "assert type(ZeroRedundancyOptimizer).__name__ == 'ShardsWherePossible'",
     ]
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=200)
+    subprocess.run([sys.executable, "-P", "-c", "\n".join(lines)], check=True, timeout=200)
 
 
 def uneven(rank: int, is_sharded: bool) -> Trained:

@@ -323,7 +323,7 @@ def test_a_device_that_has_failed_says_so_once_and_its_rank_still_tells_what_it_
         fake_cuda.schedule("lazy")
         [line] = [line for line in said().splitlines() if "illegal memory" in line]
     assert f"device of rank {rank}" in line
-    assert "cudaErrorIllegalAddress" in line
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in line
 
 
 def twin(group: dist.ProcessGroup, *_: object) -> dist.ProcessGroup:
