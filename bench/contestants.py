@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -224,12 +225,13 @@ class Contestant:
         is_one = self.engine == "torch" and self.hook is not None and self.hook.one_bucket_in_torch
         return _ONE_BUCKET_MB if is_one else asked
 
-    def step(self, module: nn.Module, bucket_cap_mb: float | None) -> Step:
-        """Ready to run on a twin of the module."""
+    def step(self, module: nn.Module, bucket_cap_mb: float | None, compiled: bool = False) -> Step:
+        """Ready to run on a twin of the module, perhaps under torch.compile."""
         if self.engine == "wire":
             return FlatAllReduce(module)
         options = {"bucket_cap_mb": self.bucket_cap_mb(bucket_cap_mb)} | dict(self.options)
-        return Step(wrapped(module, self.engine, self.hook, options))
+        own = wrapped(with_own_code(module) if compiled else module, self.engine, self.hook, options)
+        return Step(torch.compile(own) if compiled else own)  # type: ignore[arg-type]
 
 
 def twin(module: nn.Module) -> nn.Module:
@@ -239,6 +241,26 @@ def twin(module: nn.Module) -> nn.Module:
     """
     shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
     return copy.deepcopy(module, shared)
+
+
+def with_own_code(module: nn.Module) -> nn.Module:
+    """The same module, whose classes have forwards of their own.
+
+    torch.compile keeps what it has compiled with a function's code, and asks nobody which DDP it was compiled for: two
+    contestants with the same code would share graphs.
+    """
+    own = twin(module)
+    classes: dict[type, type] = {}
+    for part in own.modules():
+        kind = type(part)
+        if kind not in classes:
+            old: Any = kind.forward
+            code = types.FunctionType(
+                old.__code__.replace(), old.__globals__, old.__name__, old.__defaults__, old.__closure__
+            )
+            classes[kind] = type(kind.__name__, (kind,), {"forward": code})
+        part.__class__ = classes[kind]
+    return own
 
 
 def torch_hooks() -> SimpleNamespace:

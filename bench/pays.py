@@ -205,6 +205,8 @@ def measure_steps(
         hook=list(WIRES),
         bucket_cap_mb=None,
         keep_samples=True,
+        device="cpu",
+        compiled=False,
     )
     name = model if batch == 1 else f"{model}@{batch}"
     with network.cable(rate, ranks // 2) as (enter, facts):

@@ -13,7 +13,7 @@ and for batched PowerSGD, with PowerSGD.
 
 `--rate 1gbit` has a network of that rate between the ranks: half of them, `--ranks-per-node`, at each end of a cable
 (`--rate`). Of `fastddp-nodes` the two ends are the nodes; `fastddp-auto` plans its buckets, `fastddp-N` has
-those of N MiB.
+those of N MiB. `--compiled` has every module under torch.compile.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def parse_arguments() -> argparse.Namespace:
         help="rounds before (default: %(default)s; torch rebuilds its buckets, PowerSGD starts; auto takes 16 in all)",
     )
     add("--bucket-cap-mb", type=float, help="for all DDPs (default: each one's own)")
+    add("--compiled", action="store_true", help="every module under torch.compile, each with code of its own")
     add("--backend", choices=("gloo", "nccl"), help="default: nccl where there are GPUs, else gloo")
     add("--device", choices=("cpu", "cuda"), help="default: the backend's; with gloo, ranks share the first GPU")
     add("--ranks", type=int, help="processes on this machine (default: a GPU each, or 2 with gloo)")
@@ -155,7 +156,7 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     facts = harness.environment(options.module, device, options.threads)
     rank = dist.get_rank()
     model, batch_of = case.build(device)
-    steps = [contestant.step(model, options.bucket_cap_mb) for contestant in contestants]
+    steps = [contestant.step(model, options.bucket_cap_mb, options.compiled) for contestant in contestants]
     batches = partial(batch_of, rank)
 
     for contestant, step in zip(contestants, steps, strict=True):
@@ -178,6 +179,7 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
         "case_about": case.about,
         "world_size": dist.get_world_size(),
         "backend": options.backend,
+        "compiled": options.compiled,
         "rounds": options.rounds,
         "warmup": options.warmup,
         "parameters": len(list(model.parameters())),

@@ -38,7 +38,7 @@ from bench import (
     training,
 )
 
-for _name in ("bit_flips.__main__", "faults.__main__", "kernels", "sharded", "watching", "gpu.networks"):
+for _name in ("bit_flips.__main__", "faults.__main__", "kernels", "sharded", "watching"):
     importlib.import_module(f"bench.{_name}")
 
 sys.path.pop()
@@ -50,7 +50,7 @@ Rows = list[harness.Row]
 WITH_EXAMPLES = "cases contestants harness netns pack pays pays_report sharded soak"
 
 
-@pytest.mark.parametrize("name", [*WITH_EXAMPLES.split(), "gpu.networks"])
+@pytest.mark.parametrize("name", WITH_EXAMPLES.split())
 def test_examples_in_docstrings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contestants.dist, "is_nccl_available", lambda: False)
     found = doctest.testmod(_bench(name))
@@ -294,6 +294,18 @@ def test_ranks_that_compute_something_else_are_wrong(rank: int) -> None:
     apart = [same, [same[0] + 1e-6 * rank, same[1]], [same[0], torch.tensor(math.inf)], same[:1], same[: 2 - rank]]
     holds = contestants.hook_named("powersgd1").check.holds
     assert [holds(got, same) for got in apart] == [True, False, False, False, False]
+
+
+def test_compiled_contestants_share_no_code() -> None:
+    """Else torch.compile would hand one contestant's graphs to the next."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.GELU())
+    first, second = (contestants.with_own_code(module) for _ in range(2))
+    codes = [{id(type(part).forward.__code__) for part in one.modules()} for one in (module, first, second)]
+    assert len(set.union(*codes)) == 9
+    given = torch.ones(4, 2)
+    assert torch.equal(first(given), module(given))
+    assert [p.data_ptr() for p in first.parameters()] == [p.data_ptr() for p in module.parameters()]
+    assert all(ours is not theirs for ours, theirs in zip(first.parameters(), module.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
