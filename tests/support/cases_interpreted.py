@@ -202,13 +202,24 @@ def undecided(decided: Decided, file: Path) -> list[str]:
     for function in functions:
         for line, what in _not_taken(function, decided.arcs[str(file)], decided.loops[str(file)]):
             note(line, what)
-    for (name, line, _), by in decided.operands.items():
-        if name == str(file) and by != {"left", "right"}:
+    # Loads without a mask have one in the interpreter, whose checks for overflow have an & too.
+    of_source = {(node.lineno, node.col_offset) for function in functions for node in _with_masks(function)}
+    for (name, line, column), by in decided.operands.items():
+        if name == str(file) and (line, column) in of_source and by != {"left", "right"}:
             note(line, f"of an &, {' and '.join(sorted({'left', 'right'} - by))} never decides")
-    for (name, line, _), values in decided.masks.items():
-        if name == str(file) and values != {False, True}:
+    for (name, line, column), values in decided.masks.items():
+        if name == str(file) and (line, column) in of_source and values != {False, True}:
             note(line, f"a mask is always {values.pop()}")
     return sorted(set(missing))
+
+
+def _with_masks(function: ast.FunctionDef) -> Iterator[ast.expr]:
+    """Each ``&``, and each call with a mask."""
+    for node in ast.walk(function):
+        is_and = isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd)
+        if is_and or (isinstance(node, ast.Call) and any(keyword.arg == "mask" for keyword in node.keywords)):
+            assert isinstance(node, ast.expr)
+            yield node
 
 
 def _not_taken(
