@@ -225,13 +225,12 @@ void CudaDriver::check(int result, const char* what) const {
 
 void CudaDriver::fail(int result, const char* what) const {
   TORCH_CHECK(whose(result) == Whose::device, words(result, what));
-  throw c10::AcceleratorError(
-      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, result,
-      c10::str(words(result, what),
-               ". This is the error of something that ran earlier on the device, and the device runs nothing more for "
-               "this process. Do not use the gradients of this step: restart the process, from a checkpoint. To find what "
-               "failed, run it with CUDA_LAUNCH_BLOCKING=1 in the environment, or under compute-sanitizer.",
-               see("FD045")));
+  constexpr auto advice =
+      ". This is the error of something that ran earlier on the device, and the device runs nothing more for this process. Do "
+      "not use the gradients of this step: restart the process, from a checkpoint. To find what failed, run it with "
+      "CUDA_LAUNCH_BLOCKING=1 in the environment, or under compute-sanitizer.";
+  throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, result,
+                              c10::str(words(result, what), advice, see("FD045")));
 }
 
 std::string CudaDriver::words(int result, const char* what) const {

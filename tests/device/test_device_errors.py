@@ -81,7 +81,7 @@ def test_errors_of_launches_go_to_operators_and_all_others_are_raised_by_name(ra
         # A kernel that is loaded then is not at fault either.
         if code == 700:
             with pytest.raises(torch.AcceleratorError, match="loading a kernel " + said):
-                load_kernels([(HERE, FP32, FP32)])
+                load_kernels([(HERE, FP16, FP16)], measuring_gradients=True)
         fake_cuda.schedule()
     assert len(_C.kernels_given_up()) == given_up
     assert packed(FP64, FP64, "none") == [1, 2, 3]
