@@ -87,6 +87,8 @@ def prove(kernels: Sequence[CompiledKernel], trial: Trial, device: torch.device)
         return
     try:
         wrong = next((found for found in trial.run(device, trial=True) if found.differing), None)
+    except torch.AcceleratorError:  # the device's own: nothing runs there any more
+        raise
     except RuntimeError as error:  # no memory, most of all
         _warn_of_no_trial(names, device, str(error).splitlines()[0])
         return
