@@ -23,6 +23,7 @@ from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exc
 from fastddp.exchange.hierarchy import HierarchyArgument, find_hierarchy
 from fastddp.exchange.lanes import lanes_pay
 from fastddp.exchange.of_model import OfModel
+from fastddp.exchange.placement import reads_pay
 from fastddp.exchange.sharded import check_shardable, in_shards
 from fastddp.exchange.two_level import in_levels
 from fastddp.exchange.wire_memory import wire_memory_of
@@ -255,7 +256,11 @@ class Engine:
         if self.sharded is not None and become_complete_in_order(now.setting.plan, order):
             plan = now.setting.plan  # others are little better, and parameters and state would move
         bucket_bytes = [sum(now.setting.parameters[index].nbytes for index in bucket) for bucket in plan]
-        now.setting = dataclasses.replace(now.setting, divide_in_collective=self._divides_in_collective(order))
+        now.setting = dataclasses.replace(
+            now.setting,
+            divide_in_collective=self._divides_in_collective(order),
+            reads_pay=self.planner is None and reads_pay(bucket_bytes),  # a planner measures allreduces
+        )
         self.use_plan(plan, lanes_pay(bucket_bytes))
         self.has_rebuilt_buckets = True
         if self.planner is not None:

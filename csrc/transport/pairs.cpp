@@ -1,5 +1,7 @@
 #include "transport/pairs.h"
 
+#include <ATen/ops/add.h>
+
 #include "transport/sum_shards.h"
 
 namespace fastddp {
@@ -15,10 +17,13 @@ void sum_parts(const Level& level, size_t bucket, const std::vector<at::Tensor>&
   const auto& own = parts[level.place];
   if (adder != nullptr) return adder->add(bucket, own.storage_offset(), parts, target);  // a wire has its own storage
   if (c10::elementSize(target.scalar_type()) == 2) return sum_shards(parts, target);
-  if (!target.is_same(own)) target.copy_(own);
-  for (size_t other = 0; other < parts.size(); ++other) {
-    if (other != level.place) target.add_(parts[other]);
+  // In the order of ranks, whoever adds up. What others have sent is of no further use.
+  auto sum = parts.front();
+  for (size_t next = 1; next < parts.size(); ++next) {
+    auto to = level.place == 0 || next + 1 == parts.size() ? target : parts.front();
+    sum = at::add_out(to, sum, parts[next]);
   }
+  if (parts.size() == 1) target.copy_(sum);
 }
 
 }  // namespace fastddp

@@ -87,7 +87,8 @@ class Transport {
 // whatever their gradients are.
 std::unique_ptr<Transport> make_all_reduce(Lanes lanes, bool divides = false);
 
-// Adds up wires of 16 bits in fp32, for tensors on this device. `nodes` says which ranks share a machine.
+// Adds up wires of 16 bits in fp32, and over gloo on the CPU others in their dtype, for tensors on this device. `nodes` says which
+// ranks share a machine.
 //
 // Note [Sharded sums]
 // A sharded sum is an allreduce in two halves, with our own sum between them. Rank r receives shard r of every rank's wire, adds

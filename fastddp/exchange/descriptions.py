@@ -19,7 +19,7 @@ from fastddp.exchange.groups import zero_cta_twin
 from fastddp.exchange.hierarchy import Hierarchy
 from fastddp.exchange.lanes import lanes_for
 from fastddp.exchange.launching import load_kernels, load_sum_kernels
-from fastddp.exchange.placement import nodes_of, processes_of
+from fastddp.exchange.placement import nodes_of, processes_of, reads_beat_allreduces
 
 Spans: TypeAlias = dict[int, tuple[int, int]]
 """Spans by number of the parameter: first element and end, in the order of the parameter's memory."""
@@ -37,6 +37,8 @@ class Setting:
     plan: Buckets
     several_lanes: bool = False
     """Whether buckets are so large that a second lane pays."""
+    reads_pay: bool = False
+    """Whether gradients are so many that reads may beat allreduces: :func:`.placement.reads_beat_allreduces`."""
     lanes_were_measured: bool = False
     """Whether measured times say that a second lane pays: Note [Lanes over NCCL], ``lanes.py``."""
     divide_in_collective: bool = False
@@ -173,7 +175,7 @@ class CompressState:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The average over the ranks of ``process_group`` (None: the model's own), by one allreduce a bucket."""
+    """The average over the ranks of ``process_group`` (None: those of the model), by allreduces or sums of our own."""
 
     process_group: dist.ProcessGroup | None = None
     wire: torch.dtype | None = None
@@ -206,11 +208,18 @@ class AllReduce:
             in_pairs = over_gloo and setting.device.type == "cpu"
             nodes = nodes_of(group) if in_pairs else [0] * group.size()
             return _C.Transport.sharded_sum(lanes, nodes, setting.device)
+        if setting.reads_pay and self._adds_alike(setting) and reads_beat_allreduces(group, setting.device):
+            return _C.Transport.sharded_sum(lanes, [0] * group.size(), setting.device)
         divides = setting.divide_in_collective and group is setting.process_group  # no other group was tried
         return _C.Transport.all_reduce(lanes, divides)
 
     def _adds_in_fp32(self, wire: torch.dtype, over_gloo: bool) -> bool:
         return wire.itemsize == 2 and (self.accumulate == "fp32" or (self.accumulate is None and over_gloo))
+
+    def _adds_alike(self, setting: Setting) -> bool:
+        """Whether sums of our own have the bits of an allreduce of two ranks: for 16 bits they would be in fp32."""
+        wires = {self.wire or tensor.dtype for tensor in setting.parameters}
+        return all(torch.finfo(wire).bits >= 32 for wire in wires)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import os
 import platform
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +16,17 @@ import torch.distributed as dist
 from fastddp import _C
 from fastddp.exchange.backends import backend_of
 from fastddp.exchange.groups import once_a_group
+
+_ENOUGH_BYTES = 4 * 2**20
+
+
+def reads_pay(bucket_bytes: Sequence[int]) -> bool:
+    """Whether ranks that read each other's gradients, of buckets of these sizes, are done before an allreduce.
+
+    An allreduce of the last bucket has room for the status, which otherwise takes a collective of its own
+    (Note [Room for the status], ``csrc/pipeline/exchange.h``). With 2 MiB of gradients that outweighs what reads save.
+    """
+    return sum(bucket_bytes) >= _ENOUGH_BYTES
 
 
 @once_a_group
@@ -41,6 +54,25 @@ def processes_of(process_group: dist.ProcessGroup, device: torch.device) -> tupl
     if device.type != "cpu" or backend_of(process_group, device) != dist.Backend.GLOO or process_group.size() == 1:
         return ()
     return _processes(process_group)
+
+
+def reads_beat_allreduces(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks may read each other's memory, and have no core left for the thread of an allreduce.
+
+    Reads take less time of the processor, but that of the thread that runs backward. Where cores idle during backward,
+    gloo's thread has the time for nothing. A collective, as :func:`processes_of`.
+    """
+    processes = processes_of(process_group, device)
+    return len(processes) > 1 and all(processes) and _cores_are_taken(process_group)
+
+
+@once_a_group
+def _cores_are_taken(process_group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of a machine have as many threads as cores. Two ranks have the same cores, or no common one."""
+    cores = sorted(os.sched_getaffinity(0))
+    row = torch.tensor([torch.get_num_threads(), len(cores), zlib.crc32(repr(cores).encode())], device="cpu")
+    ranks = [each.tolist() for each in _of_all(row, process_group)]
+    return sum(rank[0] for rank in ranks) >= sum({which: count for _, count, which in ranks}.values())
 
 
 @once_a_group

@@ -19,7 +19,7 @@ from fastddp import comm_hooks
 from fastddp.sharding.state import gathered
 from hooks_by_name import averages
 from models import RaisesInBackward
-from nodes import by_messages, nodes_of_two
+from nodes import by_messages, by_reads, nodes_of_two
 from ranks import RankPool
 
 
@@ -58,7 +58,13 @@ CODECS = {
     ),
     "Python": Codec(1e-6, averages, between_nodes=False, sharded=False),
 }
-TRANSPORTS = {"gloo": "cpu", "messages": "cpu", "streams": fake_cuda.DEVICE, "blocking": fake_cuda.DEVICE}
+TRANSPORTS = {
+    "gloo": "cpu",
+    "messages": "cpu",
+    "reads": "cpu",
+    "streams": fake_cuda.DEVICE,
+    "blocking": fake_cuda.DEVICE,
+}
 SUMMED_IN_PAIRS = ("fp16", "bf16", "int8", "e4m3", "e5m2")
 LEVELS = ("one level", "two levels", "sharded", "sharded by parameters", "sharded over nodes")
 SHAPES = [(20, 12), (20,), (12, 20), (3, 4, 5), (20, 12), (7,)]  # backward reaches the last one first
@@ -107,6 +113,8 @@ class Exchange:
     def exists(self) -> bool:
         if self.transport == "messages" and not self.has_pairs:
             return False
+        if self.transport == "reads" and (self.codec, self.levels) != ("plain", "one level"):
+            return False  # the others read over gloo, whatever is enough
         codec = CODECS[self.codec]
         return self.levels == "one level" or (codec.sharded if self.is_sharded else codec.between_nodes)
 
@@ -117,7 +125,8 @@ class Exchange:
 
 
 def on_rank(rank: int, function: Callable[..., Any], exchange: Exchange, *args: Any) -> Any:
-    with by_messages() if exchange.transport == "messages" else contextlib.nullcontext():
+    ways = {"messages": by_messages, "reads": by_reads}
+    with ways.get(exchange.transport, contextlib.nullcontext)():
         return function(rank, exchange, *args)
 
 

@@ -30,6 +30,11 @@ def by_messages() -> AbstractContextManager[object]:
     return mock.patch.object(placement, "_processes", return_value=())
 
 
+def by_reads() -> AbstractContextManager[object]:
+    """Inside, ranks that may read each other's memory read gradients, however few, and whatever cores are idle."""
+    return mock.patch.multiple(placement, _ENOUGH_BYTES=0, _cores_are_taken=lambda group: True)
+
+
 class Traffic(TorchDispatchMode):
     """Bytes of messages, with the rank that each is sent to; and, besides statuses, of what allreduces add up."""
 

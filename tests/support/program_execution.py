@@ -24,6 +24,7 @@ import fastddp
 from fastddp.exchange.gradient_average import GradientAverage
 from hooks_by_name import averages
 from models import Expected
+from nodes import by_reads
 from outputs import SEEN, loss_in
 from program_hooks import compress
 from program_models import MOST_ROWS, Linear
@@ -391,10 +392,11 @@ def differences(rank: int, program: Program, wrap: Wrap = wrap_in_fastddp, devic
     candidate = Execution(program, rank, wrap, device)
     reference = Execution(program, rank, wrap_in_reference, device)
     found = compare(candidate, reference, "construction")
-    for number, op in enumerate(program.ops):
-        candidate.run(op)
-        reference.run(op)
-        found += compare(candidate, reference, f"op {number}, {op}")
+    with by_reads() if program.options.reads else nullcontext():
+        for number, op in enumerate(program.ops):
+            candidate.run(op)
+            reference.run(op)
+            found += compare(candidate, reference, f"op {number}, {op}")
     return found[:5]
 
 

@@ -63,6 +63,7 @@ class Options:
     two_levels: bool = False  # two nodes of two ranks
     lends_wires: bool = False  # lazy_bucket_allocation
     audit_every: int | None = None
+    reads: bool = False  # of gradients, however few
     sharded: Sharded = "no"  # the optimizer
     gather: Gather = "step"
     parameter_wire: bool = False  # fp32 parameters travel as bf16
@@ -287,6 +288,7 @@ def programs(draw: st.DrawFn, world_size: int, sparse: bool = True, hooks: Seque
         awaited=draw(st.sampled_from([index for index, spec in enumerate(parameters) if not spec.frozen])),
         main_gradients=main_gradients,
         two_levels=world_size == 4 and draw(st.booleans()),
+        reads=hooks == EXACT and draw(st.booleans()),
     )
     checkpointed = draw(st.sampled_from(["no", "no", "reentrant", "not reentrant"]))
     if checkpointed == "reentrant" and options.usage == "all":
@@ -339,6 +341,7 @@ def programs_of_accumulation(draw: st.DrawFn, world_size: int) -> Program:
             hook=draw(st.sampled_from(["python", "python", "none"])),
             usage=draw(st.sampled_from(["find_unused_parameters", "find_unused_parameters", "all"])),
             audit_every=draw(st.sampled_from([1, None])),
+            reads=draw(st.booleans()),
         ),
         ops=tuple(draw(st.lists(st.one_of(synchronising, synchronising, local, between), min_size=3, max_size=12))),
     )

@@ -9,6 +9,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from models import MODELS, inputs
+from nodes import by_reads
 from on_ranks import BOTH, Wrap, differences, on_ranks
 from program_models import Linear
 from programs import ParameterSpec, Program
@@ -66,6 +68,14 @@ DYADIC = Program(
     rotated=True,
 )
 
+WIDE = replace(  # without gradients of 16 bits, which nobody reads
+    DYADIC,
+    parameters=tuple(
+        replace(spec, dtype="float32") if spec.dtype in ("float16", "bfloat16") else spec for spec in DYADIC.parameters
+    ),
+)
+PROGRAMS = {"dyadic": DYADIC, "wide": WIDE}
+
 VIEWS = [{"gradient_as_bucket_view": view} for view in (False, True)]
 BUCKETS: list[dict[str, Any]] = [{}, {"bucket_cap_mb": 1e-4}, {"bucket_cap_mb_list": [1e-4, 4e-4]}]
 BUFFERS = [o for o in ({}, {"broadcast_buffers": False}, {"forward_sync_buffers": False}) if torch_takes(o)]
@@ -90,7 +100,7 @@ def train(wrap: Wrap, rank: int, name: str, hook: str, combination: Combination)
     """Gradients after each backward, parameters and buffers after all."""
     options, zero_grad, syncs, optimizer_name = combination
     torch.manual_seed(rank)
-    module = Linear(DYADIC, rank, "cpu") if name == "dyadic" else MODELS[name]()
+    module = Linear(PROGRAMS[name], rank, "cpu") if name in PROGRAMS else MODELS[name]()
     for buffer in module.buffers():
         buffer += rank
     model = wrap(module, **options)
@@ -100,7 +110,7 @@ def train(wrap: Wrap, rank: int, name: str, hook: str, combination: Combination)
     found: dict[str, Tensor | None] = {}
     for step, sync in enumerate(syncs):
         with nullcontext() if sync else model.no_sync():
-            loss = model(step) if name == "dyadic" else model(inputs(name, rank, step)).square().mean()
+            loss = model(step) if name in PROGRAMS else model(inputs(name, rank, step)).square().mean()
         loss.backward()
         for key, parameter in module.named_parameters():
             found[f"gradient of {key} in step {step}"] = None if parameter.grad is None else parameter.grad.clone()
@@ -120,14 +130,16 @@ def assert_same(rank: int, name: str, hook: str, combinations: list[Combination]
         assert differences(theirs, ours) == [], combination
 
 
-NAMES = [*MODELS, "dyadic"]
+NAMES = [*MODELS, *PROGRAMS]
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("read", [False, True], ids=["allreduce", "reads"])
 @on_ranks(2)
-def test_every_bit_is_torchs_for_a_quarter_of_all_combinations(rank: int, name: str) -> None:
-    quarter = HOW_GRADIENTS_TRAVEL[NAMES.index(name) % 4 :: 4]  # another one for each model
-    assert_same(rank, name, "no hook", quarter)
+def test_every_bit_is_torchs_for_a_part_of_all_combinations(rank: int, read: bool, name: str) -> None:
+    """A quarter, another one for each model; and an eighth where ranks read each other's gradients."""
+    with by_reads() if read else nullcontext():
+        assert_same(rank, name, "no hook", HOW_GRADIENTS_TRAVEL[NAMES.index(name) % 4 :: 8 if read else 4])
 
 
 EXACT_HOOKS = ["no hook", "allreduce_hook", "keep_local"]

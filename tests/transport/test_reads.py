@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,7 +20,7 @@ import fastddp
 from fastddp import _C, comm_hooks
 from fastddp.exchange import placement
 from fastddp.sharding.shards import Shards
-from nodes import Traffic, by_messages, on_machines
+from nodes import Traffic, by_messages, by_reads, on_machines
 from on_ranks import on_ranks
 from ranks import RankPool
 
@@ -97,6 +99,102 @@ def both_ways(rank: int, *args: Any) -> None:
     with by_messages():
         sent = trained(rank, *args)
     assert all(torch.equal(one, other) for one, other in zip(read, sent, strict=True))
+
+
+ENOUGH = 1024 * 1024  # elements, of fp32
+
+
+@contextlib.contextmanager
+def cores(number: int) -> Iterator[None]:
+    """Inside, two ranks of a thread each have this number."""
+    of_both = mock.patch.object(os, "sched_getaffinity", return_value={*range(number)})
+    with of_both, mock.patch.object(torch, "get_num_threads", return_value=1):
+        yield
+
+
+few_cores, idle_cores = (functools.partial(cores, number) for number in (2, 3))
+WIDE, NARROW, AUTO = {}, {"dtype": torch.bfloat16}, {"bucket_cap_mb": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("elements", "options", "within", "read"),
+    [
+        (ENOUGH, WIDE, few_cores, True),
+        (ENOUGH, {"dtype": torch.complex64}, few_cores, True),
+        (ENOUGH - 1, WIDE, few_cores, False),
+        (ENOUGH - 1, WIDE, by_reads, True),
+        (2 * ENOUGH, NARROW, few_cores, False),
+        (ENOUGH, AUTO, few_cores, False),
+        (ENOUGH, WIDE, by_messages, False),
+        (ENOUGH, WIDE, idle_cores, False),
+    ],
+    ids=["many", "complex", "few", "few, by reads", "16 bits", "planned buckets", "not to be read", "idle cores"],
+)
+@on_ranks(2)
+def test_large_gradients_are_read_in_place_of_an_allreduce(
+    rank: int, elements: int, options: dict[str, Any], within: Any, read: bool
+) -> None:
+    with within():
+        assert len(allreduced(rank, elements, **options)) == (0 if read else 1)
+
+
+def allreduced(rank: int, elements: int, dtype: torch.dtype = torch.float32, **options: Any) -> list[int]:
+    """Bytes of gradients that the third window adds up by allreduces; it sends no messages."""
+    model = fastddp.DistributedDataParallel(Parameter(torch.zeros(elements, dtype=dtype)), **options)
+    for _ in range(3):
+        model.zero_grad()
+        with Traffic() as traffic:
+            model(rank + 1.0).backward()
+    assert torch.equal(model.module.weight.grad, torch.full((elements,), 1.5, dtype=dtype))
+    assert traffic.messages == []
+    return traffic.sums
+
+
+class Parameter(nn.Module):
+    """Its gradient is what forward is called with."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(value)
+
+    def forward(self, gradient: float | Tensor) -> Tensor:
+        return (self.weight * gradient).real.sum()
+
+
+@on_ranks(2)
+def test_zeros_of_both_signs_and_what_is_not_finite_add_up_as_in_an_allreduce(rank: int) -> None:
+    values = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3e38])
+    gradient = values.repeat_interleave(len(values)) if rank == 0 else values.repeat(len(values))
+    found = []
+    for carrier in (by_reads, by_messages):
+        with carrier():
+            model = fastddp.DistributedDataParallel(Parameter(torch.zeros(49)), gradient_average="sum")
+            for _ in range(2):
+                model.zero_grad()
+                model(gradient).backward()
+        found.append(model.module.weight.grad.view(torch.int32))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("sharded", "carrier"), [(False, by_reads), (True, by_reads), (True, by_messages)], ids=["read", "run", "sent run"]
+)
+@on_ranks(3)
+def test_ranks_are_added_in_their_order_whoever_adds(rank: int, sharded: bool, carrier: Any) -> None:
+    """Numbers whose sum depends on the order."""
+    gradients = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, 3, 3)[:, None]
+    expected = gradients[0] + gradients[1] + gradients[2]
+    assert not torch.equal(expected, gradients[1] + gradients[2] + gradients[0])
+    with carrier():
+        model = fastddp.DistributedDataParallel(Parameter(torch.zeros(5000)), gradient_average="sum")
+        optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=1.0) if sharded else None
+        for _ in range(2):
+            model.zero_grad()
+            model(gradients[rank]).backward()
+    if optimizer is not None:
+        optimizer.step()
+    result = model.module.weight.grad if optimizer is None else -model.module.weight.detach()
+    assert torch.equal(result, expected)
 
 
 @on_ranks(2)
