@@ -360,12 +360,17 @@ def of_add() -> Iterator[Break]:
     yield Break("writes behind errors", equal(is_last=1), "after", "error")
 
 
-HERE = torch.device(DEVICE, 0)
+@functools.cache
+def here() -> torch.device:
+    """The device, which only ranks have."""
+    return torch.device(DEVICE, 0)
+
+
 Table = list[tuple[str, Callable[[], Trial], Callable[[], Iterator[Break]]]]
 
 
 def of_moves(gradient: torch.dtype, wire: torch.dtype) -> Table:
-    launching.load_kernels([(HERE, gradient, wire)], measuring_gradients=True)
+    launching.load_kernels([(here(), gradient, wire)], measuring_gradients=True)
 
     def packs(sums: bool) -> Callable[[], Iterator[Break]]:
         return lambda: without_skipped_scale_1_in_place(of_pack(gradient, wire, sums))
@@ -384,7 +389,7 @@ def of_moves(gradient: torch.dtype, wire: torch.dtype) -> Table:
 
 
 def of_power_sgd(dtype: torch.dtype, rank: int) -> Table:
-    launching.load_low_rank_kernels([(HERE, dtype)], rank)
+    launching.load_low_rank_kernels([(here(), dtype)], rank)
     size = dtype.itemsize
     basis: Table = [
         (
@@ -409,7 +414,7 @@ def of_power_sgd(dtype: torch.dtype, rank: int) -> Table:
 
 
 def of_8_bits(dtype: torch.dtype, number: str, block: int, drawn: bool) -> Table:
-    launching.load_block8_kernels([(HERE, dtype)], number, block, drawn)
+    launching.load_block8_kernels([(here(), dtype)], number, block, drawn)
     size = dtype.itemsize
     return [
         ("_encode_", lambda: codec_cases.encode(dtype, number, block, drawn), lambda: of_runs(block, size, True)),
@@ -419,7 +424,7 @@ def of_8_bits(dtype: torch.dtype, number: str, block: int, drawn: bool) -> Table
 
 
 def of_sums(dtype: torch.dtype) -> Table:
-    launching.load_sum_kernels([HERE], dtype)
+    launching.load_sum_kernels([here()], dtype)
     return [("fastddp_sum_shards", lambda: kernel_cases.sum_shards(dtype), of_sum_shards)]
 
 
@@ -442,17 +447,18 @@ def noticed(table: Table, every_path: bool = False) -> Iterator[tuple[str, str, 
     fake_cuda.schedule("in_order")
     for kernel, make, breaks in table:
         trial = make()
-        expected = list(trial.expected(HERE))
-        assert [found.differing for found in trial.compare(expected, HERE, trial=True) if found.differing] == []
+        expected = list(trial.expected(here()))
+        assert [found.differing for found in trial.compare(expected, here(), trial=True) if found.differing] == []
         for broken in breaks():
             fake_cuda.break_kernels(kernel, broken.fault, broken.where, broken.output)
-            paths = (found.path for found in trial.compare(expected, HERE, trial=True) if found.differing)
+            paths = (found.path for found in trial.compare(expected, here(), trial=True) if found.differing)
             by = list(paths if every_path else itertools.islice(paths, 1))
             yield kernel, f"{broken.words}: {broken.fault} of {broken.output}", fake_cuda.broken_programs(), by
             fake_cuda.break_kernels("", "none")
 
 
 @pytest.mark.tier("slow")
+@pytest.mark.tier("nightly", but_one_in=5)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", TABLES)
 @on_ranks(1, pool="simulated_ranks", time_limit=1100)

@@ -76,6 +76,7 @@ NEVER_ASKED = (
 
 
 @pytest.mark.tier("slow")
+@pytest.mark.tier("nightly", but_one_in=4)  # the interpreter takes minutes
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("trials", "names"),
