@@ -157,8 +157,8 @@ bench-gpu: $(GPU_READY)
 gpu-carry:
 	@test -n "$(TORCH)" || { echo "Name the torch of the machine with the GPU: make gpu-carry TORCH=2.11.0 PYTHON=python3.12"; exit 1; }
 	@$(MAKE) --no-print-directory build VENV=build/carry-torch-$(TORCH)
-	TRITON_CACHE_DIR=/tmp/fastddp-first-run/triton PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR) \
-	    build/carry-torch-$(TORCH)/bin/python -m bench.gpu.carry $(ARGS)
+	@cd build/carry-torch-$(TORCH) && TRITON_CACHE_DIR=/tmp/fastddp-first-run/triton PYTHONSAFEPATH=1 \
+	    PYTHONPATH=$$(echo $$PWD/lib/python3*/site-packages):$(CURDIR) bin/python -m bench.gpu.carry $(ARGS)
 
 # Without the rest of the environment: what is tried is what was built, with torch alone.
 wheel sdist: $(TOOLCHAIN)
