@@ -117,7 +117,7 @@ def all_kernels_at_once(rank: int, fault: str) -> tuple[list[str], set[str], set
     )
 
 
-@pytest.mark.tier("slow")
+@pytest.mark.tier("nightly")
 @pytest.mark.timeout(3000)
 def test_every_kernel_is_tried_before_it_is_used(fresh_rank: RankPool) -> None:
     ((wrong, launched, given_up),) = fresh_rank.run(all_kernels_at_once, 1, "none", time_limit=1400)
