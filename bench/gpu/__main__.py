@@ -25,7 +25,6 @@ WRONG, NO_GPU, FAILED = 1, 2, 3
 SECTIONS = (
     "facts",
     "proofs",
-    "ceilings",
     "kernels",
     "step",
     "hooks",

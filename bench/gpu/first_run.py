@@ -76,7 +76,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """Makes the steps for a device, in whose smallest cases numbers mean nothing."""
+    """Makes the steps. On the simulated device they are the smallest cases, whose numbers mean nothing."""
 
     device: str
     out: Path

@@ -28,7 +28,7 @@ def measure_family(run: Run, family: jobs.Family) -> None:
             run.skip(what)
             continue
         for job in make():
-            _measure_job(run, family.kind, job, ceiling.median, flush)
+            _measure_job(run, family.kind, job, ceiling, flush)
     run.out.print(jobs.table(run.results.of_kind(family.kind), family, "on the device"))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastddp import _C
-from fastddp.exchange import codec_cases, kernel_cases, proofs
+from fastddp.exchange import proofs
 
 if TYPE_CHECKING:
     from fastddp.exchange.trials import Trial
@@ -39,6 +39,7 @@ def load_kernels(
         capability = capability_of(device)
         if capability is None:
             continue
+        from fastddp.exchange import kernel_cases
         from fastddp.kernels.ahead_of_time import compile_measure, compile_measure_gradients, compile_pack
         from fastddp.kernels.pack_kernels import moves
 
@@ -66,11 +67,13 @@ def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], ra
         capability = capability_of(device)
         if capability is None:
             continue
+        from fastddp.exchange import codec_cases
         from fastddp.kernels.ahead_of_time import LOW_RANK_DTYPES, compile_low_rank
+        from fastddp.kernels.low_rank_kernels import padded_rank
 
         if gradient in LOW_RANK_DTYPES:
             compress, project, adder, reconstruct, *basis = compile_low_rank(gradient, rank, capability)
-            padded = 1 << (rank - 1).bit_length()
+            padded = padded_rank(rank)
             _load(device, [compress], codec_cases.compress(gradient, padded))
             _load(device, [project, adder], codec_cases.project(gradient, padded))
             _load(device, [reconstruct], codec_cases.reconstruct(gradient, padded))
@@ -93,6 +96,7 @@ def load_block8_kernels(
         capability = capability_of(device)
         if capability is None:
             continue
+        from fastddp.exchange import codec_cases
         from fastddp.kernels.ahead_of_time import compile_block8
         from fastddp.kernels.block8_kernels import DTYPES
 
@@ -116,6 +120,7 @@ def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> Non
     for device in sorted(devices, key=str):
         capability = capability_of(device)
         if capability is not None:
+            from fastddp.exchange import kernel_cases
             from fastddp.kernels.ahead_of_time import compile_sum_shards
 
             _load(device, [compile_sum_shards(dtype, capability)], kernel_cases.sum_shards(dtype))
@@ -123,7 +128,7 @@ def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> Non
 
 def capability_of(device: torch.device) -> int | None:
     """The device's compute capability; None: no kernels are launched there."""
-    # Callers ask this before they import Triton, which takes a second and is of no use on the CPU.
+    # Callers ask this before they import Triton and the cases, which take a second and are of no use on the CPU.
     capability = None if device.type == "cpu" else _C.capability(device)
     return capability if capability is not None and capability >= LEAST_CAPABILITY else None
 
