@@ -14,6 +14,7 @@ namespace fastddp {
 namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(200);
+constexpr auto kForever = std::chrono::hours(24 * 365);
 
 thread_local Interruption* of_this_thread = nullptr;
 
@@ -27,6 +28,14 @@ bool is_of_pair(const c10d::Work& work) {
 std::string in_words(const std::exception& error) {
   const auto* const of_torch = dynamic_cast<const c10::Error*>(&error);
   return of_torch == nullptr ? error.what() : of_torch->what_without_backtrace();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
+  try {
+    return work.getFuture();
+  } catch (const std::exception&) {
+    return nullptr;
+  }
 }
 
 void Interruption::interrupt(const std::string& why) {
@@ -111,17 +120,12 @@ void Interruption::wait(c10d::Work& work) {
     return;
   }
   if (is_of_pair(work)) return interruption->wait_for_pair(work, [&] { work.wait(); });
-  for (;;) {
-    interruption->check();
-    const auto begin = std::chrono::steady_clock::now();
-    try {
-      work.wait(kLook);
-      return;
-    } catch (const std::exception&) {
-      // Well before the timeout, the error is the work's own. Else it may be the timeout, so we wait again: a work that has ended
-      // meanwhile returns, or raises its error again, at once.
-      if (std::chrono::steady_clock::now() - begin < kLook / 2) interruption->rethrow_explained();
-    }
+  interruption->check();
+  if (const auto future = future_of(work)) wait(*future, kForever);
+  try {
+    work.wait();
+  } catch (const std::exception&) {
+    interruption->rethrow_explained();
   }
 }
 
@@ -150,7 +154,7 @@ void Interruption::wait_for_pair(c10d::Work& work, const Wait& wait) {
 
 void Interruption::wait(c10::ivalue::Future& future) {
   if (of_this_thread == nullptr) return future.waitAndThrow();
-  wait(future, std::chrono::hours(24 * 365));
+  wait(future, kForever);
   try {
     future.waitAndThrow();
   } catch (const std::exception&) {

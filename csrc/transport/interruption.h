@@ -18,10 +18,15 @@ namespace fastddp {
 // The error's text, without the C++ stack that torch's errors list.
 std::string in_words(const std::exception& error);
 
+// Null: the process group has no futures, and c10d raises.
+c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work);
+
 // Note [Interrupted waits]
-// Over gloo, a collective that other ranks never join cannot be cancelled, but a wait for it can. After that the process group
-// is useless, because its threads still wait. Its destructor would wait too. So we never destroy the group, and the process can
-// end. Messages between pairs of ranks can be aborted, and are, because a wait for them that times out breaks the connection.
+// Over gloo, a collective that other ranks never join cannot be cancelled, but a wait for its future can. After that the process
+// group is useless, because its threads still wait. Its destructor would wait too. So we never destroy the group, and the process
+// can end. Messages between pairs of ranks have no future, but can be aborted. A wait for a message that times out breaks the
+// connection, and a process group written in Python does not tell messages from collectives. So no wait has a timeout of its own:
+// what has no future is waited for to its end.
 // On a device with streams the host does not wait here, and NCCL takes a wait that times out for a broken network. There only
 // the next check() raises, and the interrupting thread aborts the groups.
 class Interruption {

@@ -54,15 +54,6 @@ class WithoutPythonObjects {
   at::impl::ThreadLocalPythonObjects objects_;
 };
 
-// Null: the process group has no futures, and c10d raises.
-inline c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
-  try {
-    return work.getFuture();
-  } catch (const std::exception&) {
-    return nullptr;
-  }
-}
-
 // Calls `call`, from any thread, when all works are done: at once if there are none, never if one of them has no future.
 inline void when_done(const Works& works, const std::function<void()>& call) {
   if (works.empty()) return call();

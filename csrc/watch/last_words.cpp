@@ -44,6 +44,12 @@ Speakers& speakers() {
 
 constexpr double kUntilAllStand = 2.0;  // seconds
 
+// Nobody ends there in good order.
+bool is_in_a_call(Doing doing) {
+  return doing != Doing::nothing && doing != Doing::after_forward && doing != Doing::after_backward &&
+         doing != Doing::after_optimizer;
+}
+
 }  // namespace
 
 void speaks_last(StallWatch& watch) {
@@ -75,10 +81,12 @@ void StallWatch::name_who_has_ended() {
 bool StallWatch::leaves_others() {
   if (getpid() != pid_) return false;
   node_.look();
-  const auto windows = progress_->read().windows;
+  const auto own = progress_->read();
+  const bool ends_in_a_call = is_in_a_call(own.doing);
   return std::ranges::any_of(node_.records(), [&](const Record& of) {
     const bool is_in_step = (of.doing >= Doing::forward && of.doing <= Doing::closing) || of.doing == Doing::gather;
-    return of.life != Life::gone && !of.process_ends && of.windows >= windows && is_in_step;
+    const bool is_left = ends_in_a_call || (is_in_step && of.windows >= own.windows);
+    return of.life != Life::gone && !of.process_ends && is_left;
   });
 }
 

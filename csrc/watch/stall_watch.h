@@ -75,7 +75,8 @@ class StallWatch {
   // Before the process ends: if that is because another rank of its machine has ended, says so. It takes two seconds at most,
   // and ends the watch.
   void name_who_has_ended();
-  // Before the process ends: whether other ranks of its machine are in a step that has not ended.
+  // Before the process ends: whether other ranks of its machine are in a step that has not ended, or go on while this one ends
+  // in the middle of its own.
   bool leaves_others();
   // After a collective has failed: which rank has ended, in words. Empty: none, as far as can be seen.
   std::string who_has_ended();

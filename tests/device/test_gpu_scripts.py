@@ -153,6 +153,7 @@ def sleeper(seconds: float) -> first_run.Step:
     return first_run.Step("sleeper", seconds, ("-c", "print('begun', flush=True); import time; time.sleep(600)"))
 
 
+@pytest.mark.tier("slow")
 def test_a_step_that_hangs_is_ended_and_costs_the_others_nothing(tmp_path: Path) -> None:
     plan = first_run.Plan(fake_cuda.DEVICE, tmp_path)
     steps = [sleeper(6.0), first_run.Step("next", 60.0, ("-c", "print('here')")), sleeper(100.0)]

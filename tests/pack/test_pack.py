@@ -361,6 +361,7 @@ def test_complex_gradients_are_scaled_as_pairs_also_transposed_and_conjugated_or
         assert torch.equal(gradient, expected)
 
 
+@pytest.mark.tier("slow")
 @given(
     sizes=st.lists(st.integers(0, 70_000), max_size=12),
     absent=st.sets(st.integers(0, 11)),

@@ -1,4 +1,4 @@
-// Works that end as somebody's patience does, and what fastddp's wait makes of them: test_interruption.py.
+// Works that come late or never, and what fastddp's wait makes of them: test_interruption.py.
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
@@ -13,37 +13,50 @@
 
 namespace {
 
-// It ends when the time of the first wait for it is over, a moment too late for that one.
-class LateWork : public c10d::Work {
+// A message, as groups that are written in Python hand it out: with no future and of no known kind. A wait that times out breaks
+// its connection.
+class Message : public c10d::Work {
  public:
-  explicit LateWork(std::exception_ptr error) : error_(std::move(error)) {}
-
   bool wait(std::chrono::milliseconds timeout) override {
-    if (isCompleted() || timeout == kNoTimeout) return Work::wait(timeout);
-    std::this_thread::sleep_for(timeout);
-    finish(error_);
-    throw std::runtime_error("Operation timed out!");
+    if (timeout == kNoTimeout) return Work::wait(timeout);
+    throw std::runtime_error("the wait has broken the connection");
   }
+  using Work::finish;
+};
+
+// A collective that nobody joins.
+class Collective : public c10d::Work {
+ public:
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
  private:
-  const std::exception_ptr error_;
+  const c10::intrusive_ptr<c10::ivalue::Future> future_ = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
 };
 
-// As works that are written in Python: nobody can ask whether it has ended.
-class BrokenWork : public c10d::Work {
- public:
-  bool wait(std::chrono::milliseconds) override { throw std::runtime_error("the connection is lost"); }
-};
-
-void wait_for(c10d::Work& work) {
-  fastddp::Interruption interruption;
+void wait_for(c10d::Work& work, fastddp::Interruption& interruption) {
   const fastddp::Interruption::Scope scope(interruption, at::kCPU);
   fastddp::Interruption::wait(work);
 }
 
-void wait_for_late_work(bool fails) {
-  LateWork work(fails ? std::make_exception_ptr(std::runtime_error("the connection is lost")) : nullptr);
-  wait_for(work);
+// It arrives, or fails, after `seconds`.
+void wait_for_message(double seconds, bool fails) {
+  fastddp::Interruption interruption;
+  Message message;
+  const std::jthread other_rank([&] {
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    message.finish(fails ? std::make_exception_ptr(std::runtime_error("the connection is lost")) : nullptr);
+  });
+  wait_for(message, interruption);
+}
+
+void wait_for_interrupted_collective() {
+  fastddp::Interruption interruption;
+  Collective collective;
+  const std::jthread watch([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    interruption.interrupt("another rank is stopped");
+  });
+  wait_for(collective, interruption);
 }
 
 // Its abort waits for those of the other groups to begin; one that cannot be aborted raises then.
@@ -79,11 +92,8 @@ std::vector<std::string> abort_groups(const std::vector<std::string>& errors) {
 }  // namespace
 
 PYBIND11_MODULE(late_work, module) {
-  module.def("wait_for_late_work", wait_for_late_work, pybind11::arg("fails"));
-  module.def("wait_for_broken_work", [] {
-    BrokenWork work;
-    wait_for(work);
-  });
+  module.def("wait_for_message", wait_for_message, pybind11::arg("seconds"), pybind11::arg("fails"));
+  module.def("wait_for_interrupted_collective", wait_for_interrupted_collective);
   module.def("abort_groups", abort_groups, pybind11::arg("errors"),
              pybind11::call_guard<pybind11::gil_scoped_release>());
 }

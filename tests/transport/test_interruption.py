@@ -1,4 +1,4 @@
-"""Waits that another thread can end: they look up now and then, which those who wait never notice."""
+"""Waits that another thread can end, and which never end by themselves."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ def works(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return import_library(load_with_fastddp(source, tmp_path_factory.mktemp("late_work")))
 
 
-def test_a_collective_that_ends_while_the_wait_looks_up_has_ended_well_or_raises_its_own_error(works: Any) -> None:
-    works.wait_for_late_work(fails=False)
+def test_a_message_of_a_group_written_in_python_may_come_late_or_raises_its_own_error(works: Any) -> None:
+    late = 0.5  # seconds: the wait has looked around meanwhile
+    works.wait_for_message(late, fails=False)
     with pytest.raises(RuntimeError, match="the connection is lost"):
-        works.wait_for_late_work(fails=True)
-    with pytest.raises(RuntimeError, match="the connection is lost"):
-        works.wait_for_broken_work()  # which never says that it has ended
+        works.wait_for_message(late, fails=True)
+
+
+def test_a_wait_for_a_collective_that_nobody_joins_can_be_ended(works: Any) -> None:
+    with pytest.raises(RuntimeError, match="another rank is stopped"):
+        works.wait_for_interrupted_collective()
 
 
 def test_groups_are_aborted_at_once_and_those_that_cannot_be_are_told(works: Any) -> None:

@@ -52,6 +52,8 @@ def train(rank, ends, port, errors):
             model(torch.ones(2, 8)).sum().backward()
             if optimizer is not None:
                 optimizer.param_groups[0]["lr"] = 0.0 if step == 4 and rank == 1 else 0.1
+                if step == 4 and rank != 1:
+                    time.sleep(1.0)  # between two steps when rank 1 ends
                 optimizer.step()
                 optimizer.zero_grad()
         errors.put([read_page(path).process_ends for path in shared_pages(os.getpid())])
