@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -18,6 +19,10 @@ HERE = Path(__file__).resolve().parent
 # support/. What lies here must not be called as somebody's package is: pack/, not kernels/.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE.parent]
 sys.path.append(str(HERE / "support"))
+
+# torch's store asks for the name of each address that connects to it. Some machines have a DNS server that leaves one
+# question in thirty without an answer, for five seconds in which all ranks wait. Tests need no names: nobody is asked.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 pytest.register_assert_rewrite("side_by_side")  # it asserts for the tests that use it
 

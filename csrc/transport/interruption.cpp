@@ -23,6 +23,10 @@ bool is_of_pair(const c10d::Work& work) {
   return type == c10d::OpType::SEND || type == c10d::OpType::RECV;
 }
 
+bool is_of_python(const c10d::Work& work) {
+  return work.retrieveOpType() == c10d::OpType::UNKNOWN;
+}
+
 }  // namespace
 
 std::string in_words(const std::exception& error) {
@@ -121,7 +125,7 @@ void Interruption::wait(c10d::Work& work) {
   }
   if (is_of_pair(work)) return interruption->wait_for_pair(work, [&] { work.wait(); });
   interruption->check();
-  if (const auto future = future_of(work)) wait(*future, kForever);
+  if (const auto future = is_of_python(work) ? nullptr : future_of(work)) wait(*future, kForever);
   try {
     work.wait();
   } catch (const std::exception&) {

@@ -24,9 +24,9 @@ c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work);
 // Note [Interrupted waits]
 // Over gloo, a collective that other ranks never join cannot be cancelled, but a wait for its future can. After that the process
 // group is useless, because its threads still wait. Its destructor would wait too. So we never destroy the group, and the process
-// can end. Messages between pairs of ranks have no future, but can be aborted. A wait for a message that times out breaks the
-// connection, and a process group written in Python does not tell messages from collectives. So no wait has a timeout of its own:
-// what has no future is waited for to its end.
+// can end. Messages between pairs of ranks have no future, but can be aborted. A process group written in Python does not tell
+// messages from collectives, and its future may be done only when somebody waits for the work. Its works are waited for to their
+// end. No wait has a timeout of its own, because a wait for a message that times out breaks the connection.
 // On a device with streams the host does not wait here, and NCCL takes a wait that times out for a broken network. There only
 // the next check() raises, and the interrupting thread aborts the groups.
 class Interruption {

@@ -13,13 +13,16 @@
 
 namespace {
 
-// A message, as groups that are written in Python hand it out: with no future and of no known kind. A wait that times out breaks
-// its connection.
+// A message, as groups that are written in Python hand it out: of no known kind, and with a future that nobody completes. A wait
+// that times out breaks its connection.
 class Message : public c10d::Work {
  public:
   bool wait(std::chrono::milliseconds timeout) override {
     if (timeout == kNoTimeout) return Work::wait(timeout);
     throw std::runtime_error("the wait has broken the connection");
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    return c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
   }
   using Work::finish;
 };
@@ -27,6 +30,8 @@ class Message : public c10d::Work {
 // A collective that nobody joins.
 class Collective : public c10d::Work {
  public:
+  Collective() : Work(/*rank=*/-1, c10d::OpType::ALLREDUCE) {}
+
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
  private:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastddp.comm_hooks import BlockState
 from program_execution import (
     LEARNING_RATE,
     Execution,
@@ -63,10 +64,13 @@ class Memory:
         model = execution.model
         self.blocks = blocks_of(model)  # type: ignore[arg-type]
         self.plan = model.bucket_plan()  # type: ignore[operator]
+        self.parts = parts_of(self.blocks)
         self.adds_up = any(execution.parameter(index).grad is not None for index in execution.trainable)
         trainable = sorted(execution.trainable)
         self.own = {index: torch.zeros_like(flat(execution.parameter(index))) for index in trainable}
         """By parameter: fp64, [numbers], in the order of its memory; this rank's."""
+        self.held = {index: torch.zeros_like(own, dtype=torch.bool) for index, own in self.own.items()}
+        """Which of them this rank exchanges."""
         numbers = {parameter: index for index in trainable for parameter in [execution.parameter(index)]}
         of_name = {name: numbers[p] for name, p in execution.module.named_parameters() if p in numbers}
         for name, error in self.blocks.errors.items() if self.blocks else ():
@@ -74,9 +78,15 @@ class Memory:
             each = len(whole) // max(execution.parameter(of_name[name]).numel(), 1)  # two numbers of a complex one
             begin = each * self.blocks.spans.get(name, (0, 0))[0]
             whole[begin : begin + len(error)] = error
+            self.held[of_name[name]][begin : begin + len(error)] = True
         together = torch.cat([*self.own.values()])
         dist.all_reduce(together)
         self.of_ranks = dict(zip(self.own, together.split([len(own) for own in self.own.values()]), strict=True))
+
+
+def parts_of(blocks: BlockState | None) -> dict[int, tuple[int, int]]:
+    """By number of the parameter: first element and end of what this rank exchanges."""
+    return dict(blocks._spans) if blocks else {}
 
 
 class StepBegan:
@@ -93,8 +103,10 @@ class StepBegan:
         """``op`` has been, and ``before`` was what the model remembered then."""
         if isinstance(op, WrapAgain):
             self.__init__(self._execution)  # type: ignore[misc]
-        elif isinstance(op, Uneven):  # some ranks have stepped in it, maybe
-            self.memory, self._steps_are_seen = None, False
+        elif isinstance(op, Uneven):  # a rank may have stepped in it, and others without inputs have not
+            self.memory = None
+            own = op.backwards[: op.batches[self._execution.rank]]
+            self._steps_are_seen |= self._execution.steps_are_seen and any(backward.sync for backward in own)
         elif isinstance(op, Step) and self._execution.steps_are_seen:
             self.memory, self._steps_are_seen = Memory(self._execution), True
         elif any(spec.steps_in_backward for spec in self._execution.program.parameters):
@@ -112,9 +124,8 @@ class StepBegan:
     def _begins_anew(self, op: Op, before: Memory) -> bool:
         if not (op == METRIC or isinstance(op, Backward | TwoBackwards | Raise)):
             return False
-        # In two levels new buckets begin with what is remembered then: a rank has errors of other parts.
-        is_rebuilt = before.plan != self._execution.model.bucket_plan()  # type: ignore[operator]
-        has_other_parts = self._execution.program.options.two_levels and is_rebuilt
+        # In two levels a rank may exchange other parts in new buckets, and begins with what it remembers of them.
+        has_other_parts = before.parts != parts_of(blocks_of(self._execution.model))  # type: ignore[arg-type]
         return has_other_parts or not (self._steps_are_seen or before.adds_up)
 
 
@@ -136,7 +147,7 @@ def compare_compressed(
         found += [
             f"the error of {index} was changed by a step that is void"
             for index in now.own
-            if not torch.equal(now.own[index], began.own[index])
+            if not torch.equal(now.own[index], began.own[index].where(now.held[index], 0))
         ]
     for index in range(len(candidate.program.parameters)):
         ours, theirs = gradients(candidate, reference, index)
