@@ -3,10 +3,13 @@
 
 #include <chrono>
 #include <exception>
+#include <future>
 #include <latch>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "transport/interruption.h"
@@ -38,30 +41,35 @@ class Collective : public c10d::Work {
   const c10::intrusive_ptr<c10::ivalue::Future> future_ = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
 };
 
-void wait_for(c10d::Work& work, fastddp::Interruption& interruption) {
-  const fastddp::Interruption::Scope scope(interruption, at::kCPU);
-  fastddp::Interruption::wait(work);
+// A wait that hangs keeps both, and its thread.
+void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const std::shared_ptr<fastddp::Interruption>& interruption) {
+  std::packaged_task<void()> wait([work, interruption] {
+    const fastddp::Interruption::Scope scope(*interruption, at::kCPU);
+    fastddp::Interruption::wait(*work);
+  });
+  auto done = wait.get_future();
+  std::thread(std::move(wait)).detach();
+  if (done.wait_for(std::chrono::seconds(20)) != std::future_status::ready) throw std::runtime_error("the wait hangs");
+  done.get();
 }
 
 // It arrives, or fails, after `seconds`.
 void wait_for_message(double seconds, bool fails) {
-  fastddp::Interruption interruption;
-  Message message;
-  const std::jthread other_rank([&] {
+  const auto message = c10::make_intrusive<Message>();
+  const std::jthread other_rank([=] {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-    message.finish(fails ? std::make_exception_ptr(std::runtime_error("the connection is lost")) : nullptr);
+    message->finish(fails ? std::make_exception_ptr(std::runtime_error("the connection is lost")) : nullptr);
   });
-  wait_for(message, interruption);
+  wait_for(message, std::make_shared<fastddp::Interruption>());
 }
 
 void wait_for_interrupted_collective() {
-  fastddp::Interruption interruption;
-  Collective collective;
-  const std::jthread watch([&] {
+  const auto interruption = std::make_shared<fastddp::Interruption>();
+  const std::jthread watch([=] {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    interruption.interrupt("another rank is stopped");
+    interruption->interrupt("another rank is stopped");
   });
-  wait_for(collective, interruption);
+  wait_for(c10::make_intrusive<Collective>(), interruption);
 }
 
 // Its abort waits for those of the other groups to begin; one that cannot be aborted raises then.
