@@ -130,10 +130,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
                       const std::vector<at::Tensor>& notices);
 
-  // Sharded gradients have been removed, or set to zero.
+  // Sharded gradients, and those in `main_grad`, have been removed, or set to zero.
   void forget_gradients() {
     const std::lock_guard lock(mutex_);
     buckets_.forget_gradients();
+    if (buckets_.form().in_main_grad) window_.forget_local();  // others are seen to be gone
   }
 
   void set_exchange(std::shared_ptr<Exchange> exchange);

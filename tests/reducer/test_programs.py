@@ -27,11 +27,13 @@ from programs import (
     EXACT,
     SIXTEEN_BITS,
     Backward,
+    Change,
     Hook,
     Options,
     ParameterSpec,
     Program,
     Raise,
+    TwoBackwards,
     programs,
     programs_of_accumulation,
     programs_of_sharded_optimizers,
@@ -128,6 +130,13 @@ def test_a_sharded_gradient_that_the_last_window_left_out_adds_up_where_it_begin
     ops = (Backward(), Backward(skip=frozenset([0])), Backward())
     program = Program((ParameterSpec(), ParameterSpec()), (1, 0), output="namespace", options=options, ops=ops)
     assert ranks.run(program_sharded.differences, 2, program) == [[], []]
+
+
+def test_a_local_gradient_in_main_grad_that_was_set_to_zero_does_not_end_the_next_window_early(ranks: RankPool) -> None:
+    options = Options(usage="static_graph", main_gradients="main_grad")
+    ops = (Backward(), Backward(sync=False), Change("none"), TwoBackwards(1))
+    program = Program((ParameterSpec(), ParameterSpec()), (0, 1), options=options, ops=ops)
+    assert ranks.run(differences, 2, program) == [[], []]
 
 
 # ------------------------------------------------------------------------- a program finds what is wrong, if it is
