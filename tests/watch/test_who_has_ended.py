@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -83,8 +84,9 @@ for ends in (exits_at_once, raises, has_no_batch_left, ends_in_step, forks, goes
 
 
 @pytest.mark.tier("slow")
-def test_whoever_waits_for_a_rank_that_has_ended_says_so_in_its_error() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+def test_whoever_waits_for_a_rank_that_has_ended_says_so_in_its_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT]  # in a folder without the sources, which may not be what is installed
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     runs = {ends: (said, left) for ends, said, left in map(json.loads, done.stdout.splitlines())}
     for ends, words in [
