@@ -23,7 +23,8 @@ bool is_of_pair(const c10d::Work& work) {
   return type == c10d::OpType::SEND || type == c10d::OpType::RECV;
 }
 
-bool is_of_python(const c10d::Work& work) {
+// As all works of a process group written in Python.
+bool is_of_unknown_kind(const c10d::Work& work) {
   return work.retrieveOpType() == c10d::OpType::UNKNOWN;
 }
 
@@ -125,7 +126,7 @@ void Interruption::wait(c10d::Work& work) {
   }
   if (is_of_pair(work)) return interruption->wait_for_pair(work, [&] { work.wait(); });
   interruption->check();
-  if (const auto future = is_of_python(work) ? nullptr : future_of(work)) wait(*future, kForever);
+  if (const auto future = is_of_unknown_kind(work) ? nullptr : future_of(work)) wait(*future, kForever);
   try {
     work.wait();
   } catch (const std::exception&) {

@@ -116,7 +116,7 @@ class Window {
 
   Arrival arrival(size_t parameter) const { return parameters_[parameter].arrival; }
   void note_local(size_t parameter);
-  // What is local is gone.
+  // Local gradients have been removed, or set to zero.
   void forget_local();
   void note_synchronised(size_t parameter);
   // A local gradient is averaged as it is.

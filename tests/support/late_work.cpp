@@ -16,26 +16,29 @@
 
 namespace {
 
-// A message, as groups that are written in Python hand it out: of no known kind, and with a future that nobody completes. A wait
-// that times out breaks its connection.
-class Message : public c10d::Work {
+// Of a known kind it completes its future, as collectives do. Of an unknown kind, as works that are written in Python, nobody does.
+// A wait that times out breaks its connection, as one for a message does.
+class LateWork : public c10d::Work {
  public:
+  explicit LateWork(bool is_known) : Work(-1, is_known ? c10d::OpType::ALLREDUCE : c10d::OpType::UNKNOWN) {}
+
   bool wait(std::chrono::milliseconds timeout) override {
     if (timeout == kNoTimeout) return Work::wait(timeout);
     throw std::runtime_error("the wait has broken the connection");
   }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    return c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
-  }
-  using Work::finish;
-};
-
-// A collective that nobody joins.
-class Collective : public c10d::Work {
- public:
-  Collective() : Work(/*rank=*/-1, c10d::OpType::ALLREDUCE) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+  void end(const std::exception_ptr& error) {
+    if (retrieveOpType() != c10d::OpType::UNKNOWN) {
+      if (error) {
+        future_->setError(error);
+      } else {
+        future_->markCompleted();
+      }
+    }
+    finish(error);
+  }
 
  private:
   const c10::intrusive_ptr<c10::ivalue::Future> future_ =
@@ -54,23 +57,23 @@ void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const std::shared_ptr<
   done.get();
 }
 
-// It arrives, or fails, after `seconds`.
-void wait_for_message(double seconds, bool fails) {
-  const auto message = c10::make_intrusive<Message>();
+// It ends, or fails, after `seconds`.
+void wait_for_late_work(bool is_known, double seconds, bool fails) {
+  const auto work = c10::make_intrusive<LateWork>(is_known);
   const std::jthread other_rank([=] {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-    message->finish(fails ? std::make_exception_ptr(std::runtime_error("the connection is lost")) : nullptr);
+    work->end(fails ? std::make_exception_ptr(std::runtime_error("the connection is lost")) : nullptr);
   });
-  wait_for(message, std::make_shared<fastddp::Interruption>());
+  wait_for(work, std::make_shared<fastddp::Interruption>());
 }
 
-void wait_for_interrupted_collective() {
+void wait_for_interrupted_work() {
   const auto interruption = std::make_shared<fastddp::Interruption>();
   const std::jthread watch([=] {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     interruption->interrupt("another rank is stopped");
   });
-  wait_for(c10::make_intrusive<Collective>(), interruption);
+  wait_for(c10::make_intrusive<LateWork>(/*is_known=*/true), interruption);
 }
 
 // Its abort waits for those of the other groups to begin; one that cannot be aborted raises then.
@@ -106,8 +109,9 @@ std::vector<std::string> abort_groups(const std::vector<std::string>& errors) {
 }  // namespace
 
 PYBIND11_MODULE(late_work, module) {
-  module.def("wait_for_message", wait_for_message, pybind11::arg("seconds"), pybind11::arg("fails"));
-  module.def("wait_for_interrupted_collective", wait_for_interrupted_collective);
+  module.def("wait_for_late_work", wait_for_late_work, pybind11::arg("is_known"), pybind11::arg("seconds"),
+             pybind11::arg("fails"));
+  module.def("wait_for_interrupted_work", wait_for_interrupted_work);
   module.def("abort_groups", abort_groups, pybind11::arg("errors"),
              pybind11::call_guard<pybind11::gil_scoped_release>());
 }

@@ -288,7 +288,7 @@ def programs(draw: st.DrawFn, world_size: int, sparse: bool = True, hooks: Seque
         awaited=draw(st.sampled_from([index for index, spec in enumerate(parameters) if not spec.frozen])),
         main_gradients=main_gradients,
         two_levels=world_size == 4 and draw(st.booleans()),
-        reads=draw(st.booleans()),
+        reads=hooks == EXACT and draw(st.booleans()),
     )
     checkpointed = draw(st.sampled_from(["no", "no", "reentrant", "not reentrant"]))
     if checkpointed == "reentrant" and options.usage == "all":
