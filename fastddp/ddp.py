@@ -348,6 +348,8 @@ class DistributedDataParallel(Additions):
             engine.look_for_corruption()
             self.logger.forward_begins(self.reducer)
         self.reducer.begin_forward(grad_enabled)
+        if grad_enabled:
+            self.logger.times.forward_runs()
         Join.notify_join_context(self)
         self._note_who_has_inputs()
         joining.tell_of_forward(engine.now, synchronises)

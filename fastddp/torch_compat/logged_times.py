@@ -44,9 +44,13 @@ class LoggedTimes:
         return 0 < steps <= _FIRST or (steps > 0 and steps % self.rate == 0)
 
     def step_begins(self) -> None:
-        """The first forward of a step begins now."""
+        """The next forward is the first one of a step."""
         self._stamps = (self._forward_began, self._forward_ended)
-        self._forward_began = time.time_ns()
+        self._forward_began = 0
+
+    def forward_runs(self) -> None:
+        """A forward has begun, for the reducer first: else gradients could seem to come before the forward has ended."""
+        self._forward_began = self._forward_began or time.time_ns()
 
     def forward_ends(self) -> None:
         """The last forward of a step ends now; its backward follows."""
