@@ -49,7 +49,7 @@ class LoggedTimes:
         self._forward_began = 0
 
     def forward_runs(self) -> None:
-        """A forward has begun, for the reducer first: else gradients could seem to come before the forward has ended."""
+        """A forward has begun, for the reducer first. Else gradients could seem to come before it ends."""
         self._forward_began = self._forward_began or time.time_ns()
 
     def forward_ends(self) -> None:
