@@ -146,9 +146,9 @@ def compile_low_rank(dtype: torch.dtype, rank: int, capability: int) -> list[Com
     both = {"DTYPE": TRITON_DTYPES[dtype], "R": rank}
     next_grams = {"next_grams": "*fp64", "epsilon": "fp64", "refill": "i64", "seed": "i64"}
     in_flight = (basis.lines(rank), rank)
-    wanted: list[tuple[Any, dict[str, str], dict[str, Any], tuple[int, ...]]] = [
+    wanted: list[tuple[Any, ...]] = [
         (low.compress_kernel, matrices | {"scale": "fp64"}, both, (low.ROWS,)),
-        (low.project_kernel, matrices | {"partials": "*fp32"}, both, (low.STEP,)),
+        (low.project_kernel, matrices | {"partials": "*fp32"}, both, (low.STEP,), low.PROJECT_WARPS),
         (
             low.sum_partials_kernel,
             {"matrices": "*i64", "sums": "*i64", "partials": "*fp32", "scale": "fp64"},
@@ -160,7 +160,7 @@ def compile_low_rank(dtype: torch.dtype, rank: int, capability: int) -> list[Com
         (basis.orthonormalise_kernel, bases | next_grams, {"R": rank, "LAST": False}, in_flight),
         (basis.orthonormalise_kernel, bases | next_grams, {"R": rank, "LAST": True}, in_flight),
     ]
-    return [_compile(kernel, signature, constants, capability, tile) for kernel, signature, constants, tile in wanted]
+    return [_compile(kernel, signature, constants, capability, *rest) for kernel, signature, constants, *rest in wanted]
 
 
 @cache
@@ -207,7 +207,12 @@ def compile_sum_shards(dtype: torch.dtype, capability: int) -> CompiledKernel:
 
 
 def _compile(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], capability: int, tile: tuple[int, ...]
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    capability: int,
+    tile: tuple[int, ...],
+    num_warps: int = OPTIONS["num_warps"],
 ) -> CompiledKernel:
     """Compile one kernel. No pointer is specialised on alignment, because the kernels test it themselves.
 
@@ -218,9 +223,10 @@ def _compile(
     """
     scratch = scratch_parameters(triton.__version__)
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs={})
-    identity = (kernel.__name__, signature, constants, capability, triton.__version__)
+    options = OPTIONS | {"num_warps": num_warps}
+    identity = (kernel.__name__, signature, constants, capability, num_warps, triton.__version__)
     with alone_on_this_node(Path(triton.knobs.cache.dir), repr(identity)):
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, _WARP_THREADS), options=OPTIONS)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, _WARP_THREADS), options=options)
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise RuntimeError(f"{metadata.name} wants scratch memory; launchers pass null for it")
