@@ -404,6 +404,8 @@ class DistributedDataParallel(Additions):
         if synchronises:
             self.logger.forward_ends(self.reducer)
             self.engine.arm(output)
+        elif torch.is_grad_enabled():
+            self.engine.local_steps.note_forward_without_sync()
         # If this forward synchronises nothing, the next one does not synchronise buffers.
         self.require_forward_param_sync = synchronises
         return output
@@ -433,7 +435,8 @@ class DistributedDataParallel(Additions):
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
-            yield
+            with self.engine.local_steps.are_wanted():
+                yield
         finally:
             self.require_backward_grad_sync = before
 

@@ -43,6 +43,7 @@ from fastddp.watch.non_finite import NonFiniteWatch
 from fastddp.watch.options import Watch
 from fastddp.watch.slow_ranks import SlowRanks
 from fastddp.watch.stalls import telling_who_has_ended, watch_for_stalls
+from fastddp.window.local_steps import LocalSteps
 from fastddp.window.step_check import check_before_each_step
 from fastddp.window.unfinished import check_not_failed, give_up
 
@@ -159,7 +160,8 @@ class Engine:
         self.audit = self._make_audit(audited)
         all_reduce = AllReduce(wire=recipe.wire)
         self._use((lambda window: all_reduce) if hook is None else self._schedule_of(*hook))
-        check_before_each_step(self.now, self.check_before_step)
+        self.local_steps = LocalSteps(self.now, watch.local_steps)
+        check_before_each_step(self.now, self.local_steps, self.check_before_step)
 
     def _make_reducer(
         self,
@@ -398,7 +400,6 @@ class Engine:
     def zero_gradients(self) -> None:
         """``zero_grad`` has removed what is in ``.grad``: remove gradients that are elsewhere."""
         self.now.main_gradients.set_zero(self.now.parameters.tensors)
-        self.reducer.forget_gradients()
 
     def shadow_window(self) -> None:
         """Take part in a window of the other ranks, without gradients."""

@@ -318,4 +318,11 @@ ERRORS = {
         "Restart the process from a checkpoint, and do not use this step's gradients. To find what failed, run it with "
         "CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer. Look for Xid messages in the kernel's log, too.",
     ),
+    "FD050": Explanation(
+        "A step with gradients of one rank",
+        "An optimizer steps parameters whose gradients stayed on this rank: the loss did not go through the wrapper, or "
+        "no backward outside of no_sync() came before the step. Each rank steps with another gradient.",
+        "Run the forward and the backward of a step's last microbatch through the wrapper and outside of no_sync(). For "
+        "local SGD, put no_sync() around the step as well. Watch(local_steps=...) says what happens.",
+    ),
 }

@@ -78,8 +78,8 @@ void Backwards::watch(const std::vector<at::Tensor>& outputs, const std::functio
   seen_early_ = on_backward_through(outputs, on_begin);
 }
 
-bool Backwards::is_inside_one() {
-  return torch::autograd::get_current_graph_task_id() != -1;
+int Backwards::number() {
+  return torch::autograd::get_current_graph_task_id();
 }
 
 bool Backwards::is_for_a_choice() {
@@ -87,11 +87,11 @@ bool Backwards::is_for_a_choice() {
 }
 
 void Backwards::note_choice() {
-  choice_ = torch::autograd::get_current_graph_task_id();
+  choice_ = number();
 }
 
 bool Backwards::is_noted_choice() const {
-  return is_inside_one() && choice_ == torch::autograd::get_current_graph_task_id();
+  return is_inside_one() && choice_ == number();
 }
 
 bool Backwards::is_inside_nested() {
@@ -100,9 +100,8 @@ bool Backwards::is_inside_nested() {
 
 void Backwards::note(std::function<void()> on_end) {
   last_ = Backward::current();
-  const auto number = torch::autograd::get_current_graph_task_id();
-  lost_one_ = number_ >= 0 && number > number_ + 1;
-  number_ = number;
+  lost_one_ = number_ >= 0 && number() > number_ + 1;
+  number_ = number();
   when_this_one_ends(std::move(on_end));
 }
 

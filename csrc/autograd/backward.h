@@ -47,8 +47,9 @@ class Backwards {
   // Whether the backward of the last forward is seen when it begins.
   bool are_seen_early() const { return seen_early_; }
 
-  // Whether there is a current backward.
-  static bool is_inside_one();
+  // The engine's number of the current backward; -1: there is none.
+  static int number();
+  static bool is_inside_one() { return number() != -1; }
   // Whether the current backward computes chosen gradients only: torch.autograd.grad(), backward(inputs=...).
   static bool is_for_a_choice();
   // The current backward is for a choice, and has reached outputs of the last forward.

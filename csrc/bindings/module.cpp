@@ -187,7 +187,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("windows"), py::arg("first") = 0, no_gil)
       .def(
           "sampled", [](Reducer& reducer) { return reducer.observer()->sampler().last(); }, no_gil)
-      .def("forget_gradients", &Reducer::forget_gradients, no_gil)
+      .def("never_averaged", &Reducer::never_averaged, no_gil)
+      .def("averaged", &Reducer::averaged, no_gil)
       .def(
           "own_gradients",
           [](Reducer& reducer) {

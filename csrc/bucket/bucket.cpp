@@ -14,7 +14,8 @@ Bucket::Bucket(Layout layout, std::vector<at::Tensor> holders)
     : layout(std::move(layout)),
       window(this->layout.size()),
       kernels(make_kernels(this->layout.device())),
-      holders_(std::move(holders)) {}
+      holders_(std::move(holders)),
+      marks_(this->layout.size()) {}
 
 void Bucket::reset() {
   window.reset();
@@ -125,7 +126,10 @@ void Bucket::place_main(size_t member) {
 
 void Bucket::take_notice(size_t member) {
   // If there is a placeholder, the notice has been taken away for it.
-  if (shard != nullptr && !window[member].has_placeholder()) shard->take_back(member, held(member));
+  if (shard == nullptr || window[member].has_placeholder()) return;
+  auto& gradient = held(member);
+  if (shard->was_taken_back(member) && !still_holds(member)) shard->forget(member, /*is_zero=*/gradient.defined());
+  if (shard->take_back(member, gradient)) marks_[member].set({});
 }
 
 void Bucket::use_placeholder(size_t member, bool counts) {

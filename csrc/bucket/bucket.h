@@ -5,9 +5,11 @@
 
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "bucket/bucket_window.h"
+#include "bucket/gradient_mark.h"
 #include "bucket/layout.h"
 #include "bucket/wire.h"
 #include "pack/kernels.h"
@@ -106,6 +108,9 @@ class Bucket {
   void resolve_placeholder(size_t member, bool used);
   // If this bucket is sharded: if the member's gradient is a notice, takes it away, so that autograd can write a gradient.
   void take_notice(size_t member);
+  // Note [What a gradient still holds], gradient_mark.h. The mark outlives windows.
+  void mark(size_t member) { marks_[member].set(std::as_const(*this).held(member)); }
+  bool still_holds(size_t member) const { return marks_[member].still_holds(held(member)); }
   // Adds to the member's average: it is the average of `late`, in the place of that bucket's member `from`.
   void add_late(size_t member, const Bucket& late, size_t from);
 
@@ -156,6 +161,7 @@ class Bucket {
   bool pack_frees() const { return layout.form().as_bucket_view && wire.is_home(); }
 
   std::vector<at::Tensor> holders_;
+  std::vector<GradientMark> marks_;
 };
 
 }  // namespace fastddp

@@ -135,10 +135,16 @@ void Buckets::take_notice(size_t parameter) {
   buckets_[bucket].take_notice(member);
 }
 
-void Buckets::forget_gradients() {
-  for (auto& bucket : buckets_) {
-    if (bucket.shard != nullptr) bucket.shard->forget();
-  }
+void Buckets::mark(size_t parameter) {
+  if (!has(parameter)) return;
+  const auto [bucket, member] = places_[parameter];
+  buckets_[bucket].mark(member);
+}
+
+bool Buckets::still_holds(size_t parameter) const {
+  if (!has(parameter)) return gradient(parameter).defined();
+  const auto [bucket, member] = places_[parameter];
+  return buckets_[bucket].still_holds(member);
 }
 
 void Buckets::reset() {

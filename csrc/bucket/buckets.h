@@ -43,8 +43,9 @@ class Buckets {
                       const std::vector<at::Tensor>& notices);
   bool are_sharded() const { return are_sharded_; }
   void take_notice(size_t parameter);
-  // All gradients have been removed, those too that notices stood for.
-  void forget_gradients();
+  // Note [What a gradient still holds], gradient_mark.h. In no bucket: there is no mark.
+  void mark(size_t parameter);
+  bool still_holds(size_t parameter) const;
 
   // A bucket's wire. `members`: where each gradient begins in it, and its length there, in numbers.
   struct WireLayout {

@@ -24,16 +24,13 @@ OwnShard::OwnShard(const Sharding& sharding, size_t bucket, std::vector<at::Tens
   }
 }
 
-void OwnShard::take_back(size_t member, at::Tensor& gradient) {
-  const auto span = span_of_[member];
-  if (!gradient.defined()) {
-    taken_back_[member] = false;
-    if (span) kept_[*span].reset();
-  }
-  if (!gradient.defined() || !is_notice(member, gradient)) return;
+bool OwnShard::take_back(size_t member, at::Tensor& gradient) {
+  if (!gradient.defined() || !is_notice(member, gradient)) return false;
   gradient.reset();
   taken_back_[member] = true;
+  const auto span = span_of_[member];
   if (span && spans.held(*span).defined()) kept_[*span] = spans.held(*span).clone();
+  return true;
 }
 
 // It was made on the stream of a gradient.
@@ -105,13 +102,15 @@ void OwnShard::add(const Bucket& bucket, size_t member, const at::Tensor& whole)
   about_to_write(spans.held(*span)).add_(view_of(whole, spans.layout[*span].like, begin));
 }
 
-void OwnShard::forget() {
-  taken_back_.assign(taken_back_.size(), false);
-  kept_.assign(kept_.size(), {});
+void OwnShard::forget(size_t member, bool is_zero) {
+  taken_back_[member] = is_zero;
+  const auto span = span_of_[member];
+  if (!span || !kept_[*span].defined()) return;
+  is_zero ? void(kept_[*span].zero_()) : kept_[*span].reset();
 }
 
 void OwnShard::zero() {
-  forget();
+  for (size_t member = 0; member < notices_.size(); ++member) forget(member);
   for (size_t span = 0; span < spans.size(); ++span) {
     if (spans.held(span).defined()) about_to_write(spans.held(span)).zero_();
   }

@@ -33,10 +33,11 @@ class OwnShard {
 
   // Whether the notice is in `gradient`, which is that of the bucket's member.
   bool is_notice(size_t member, const at::Tensor& gradient) const { return gradient.is_same(notices_[member]); }
-  // Takes the notice out of `gradient`, if it is there. If there is nothing, what was taken back before has been removed since.
-  void take_back(size_t member, at::Tensor& gradient);
-  // All gradients have been removed.
-  void forget();
+  // Takes the notice out of `gradient`, if it is there. Returns whether it was.
+  bool take_back(size_t member, at::Tensor& gradient);
+  bool was_taken_back(size_t member) const { return taken_back_[member]; }
+  // What was taken back has been removed since; `is_zero`: it has become zero.
+  void forget(size_t member, bool is_zero = false);
 
   // The ranks' sums are in this rank's run of `wire`. Makes them the spans' gradients.
   void take(Bucket& bucket, const at::Tensor& wire);

@@ -24,7 +24,11 @@ void Wire::become(const Layout& layout, const at::Tensor& wire) {
 void Wire::set(const Layout& layout, const at::Tensor& wire) {
   drop();
   tensor_ = wire;
-  for (size_t member = 0; member < layout.size(); ++member) views_.push_back(layout.view(wire, member));
+  for (size_t member = 0; member < layout.size(); ++member) {
+    const auto& view = views_.emplace_back(layout.view(wire, member));
+    // Of its own, not the wire's: a mark of one gradient shall not see writes to another (gradient_mark.h).
+    view.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(0));
+  }
 }
 
 void Wire::lend(const at::Tensor& alias) {

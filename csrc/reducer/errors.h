@@ -47,11 +47,6 @@ constexpr auto kBeginsInCheckpoint =
     "no_sync(), after a forward outside of it whose backward never came. Return tensors in such containers, or use "
     "checkpoint(..., use_reentrant=False).";
 
-constexpr auto kBackwardBehindItsWindow =
-    "fastddp: a backward ran after the gradients of the last forward had been synchronised; its gradients stay on this rank "
-    "until the next synchronisation. Add up the losses of one forward and call backward once, or run all but the last "
-    "backward under no_sync().";
-
 constexpr auto kViewsInTwoWires =
     "fastddp: another DistributedDataParallel of this process averages gradients of the same parameters in this backward, "
     "and with gradient_as_bucket_view=True a gradient lives in the buckets of one of them only. Wrap without "

@@ -69,7 +69,7 @@ void Reducer::repair() {
   if (window_.owes()) ticks_.abandon_rest(std::numeric_limits<double>::quiet_NaN());
   const bool others_go_on = window_.owes() && closing_.abandon(ticks_.exchange());
   if (!others_go_on) ticks_.exchange().undo({});
-  stepped_in_window_ = false;
+  stepped_in_window_ = is_unstepped_ = false;
   ticks_.exchange().let_wires_go();
   apply(WindowEvent::repair);
   TORCH_CHECK(unsaid != Failure::Unsaid::error, failure_.text(), see("FD010"));
@@ -81,6 +81,7 @@ void Reducer::shadow_window() {
   const Conductor::Turn turn(conductor_, mutex_);
   const c10::AutoGradMode no_grad(false);
   apply(WindowEvent::stand_aside);
+  is_unstepped_ = false;
   ticks_.exchange().keep();  // a window counts as a step here: this rank's optimizer does not step, but others' do
   closing_.say({.window = window_.ended() - 1, .lost_a_backward = backwards_.lost_one()});
   ticks_.abandon_rest(0.0);

@@ -37,10 +37,11 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
 Reducer::~Reducer() {
   hooks_.remove();
   interruption_->keep_for_good(process_group_, ticks_.shared_exchange());
-  const bool is_in_flight = window_.is(WindowState::reducing) || window_.is(WindowState::partial);
-  if (!is_in_flight || !has_streams(buckets_.device())) return;
+  const bool has_begun = window_.is(WindowState::reducing) || window_.is(WindowState::partial);
+  if (!has_begun && !window_.is(WindowState::failed)) return;
   const std::lock_guard lock(mutex_);
-  ticks_.leave_behind();
+  const c10::AutoGradMode no_grad(false);
+  has_streams(buckets_.device()) ? ticks_.leave_behind() : ticks_.exchange().undo({});
 }
 
 void Reducer::apply(WindowEvent event) {
@@ -214,7 +215,11 @@ void Reducer::before_gradient(size_t parameter, bool is_defined) {
     const std::lock_guard lock(mutex_);
     shared_sums_.zero(buckets_, parameter);
   }
-  if (window_.may_begin()) begin_with_gradient();  // most calls do without the lock
+  if (is_unstepped_ && looked_in_ != Backwards::number()) {  // most calls do without the lock
+    const std::lock_guard lock(mutex_);
+    look_for_skipped_step();
+  }
+  if (window_.may_begin()) begin_with_gradient();
   if (!is_defined || !buckets_.are_sharded()) return;
   const std::lock_guard lock(mutex_);
   const c10::AutoGradMode no_grad(false);
@@ -259,13 +264,13 @@ void Reducer::on_local_gradient(size_t parameter, bool exclusive) {
   if (window_.is(WindowState::finished)) {
     TORCH_CHECK(window_.arrival(parameter) != Arrival::local_synchronised, "fastddp: ", buckets_.describe(parameter),
                 kGradientBehindItsWindow, see("FD006"));
-    TORCH_WARN(kBackwardBehindItsWindow);
   }
   TORCH_CHECK(buckets_.has(parameter) || buckets_.is_sparse(parameter), "fastddp: ", buckets_.describe(parameter),
               kUsageChanged, see("FD007"));
   apply(WindowEvent::local_gradient);
   window_.note_local(parameter);
   if (buckets_.form().of_16_bits) buckets_.settle(parameter, exclusive);
+  buckets_.mark(parameter);
   if (!observer_.local_gradient() || !Backwards::is_inside_one()) return;
   Backwards::when_this_one_ends([reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->observer()->local_backward_ends();
@@ -275,6 +280,7 @@ void Reducer::on_local_gradient(size_t parameter, bool exclusive) {
 void Reducer::begin_reduction() {
   note_backward();
   if (window_.is(WindowState::failed)) return;
+  look_for_skipped_step();
   if (window_.is(WindowState::finished)) observer_.another_window_begins();
   apply(WindowEvent::reduce);
   observer_.reduction_begins(buckets_.size());
@@ -330,6 +336,8 @@ void Reducer::finish_window() {
   local_.judge(window_.ended(), process_group_->getSize(), closing_, ticks_);
   exchange.let_wires_go();
   apply(WindowEvent::finish);
+  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) buckets_.mark(parameter);
+  is_unstepped_ = !stepped_in_window_;
   if (exchange.group() != nullptr) {
     shared_sums_.note(weighting_, exchange.group()->getRank(), window_, buckets_.parameters().size());
   }
@@ -351,6 +359,7 @@ void Reducer::note_optimizer(bool begins) {
   observer_.optimizer_steps(begins);
   if (begins) return;
   steps_are_seen_ = true;
+  is_unstepped_ = false;
   stepped_in_window_ = window_.is(WindowState::reducing) || window_.is(WindowState::partial);
   if (!stepped_in_window_ && !window_.is(WindowState::failed)) ticks_.exchange().keep();
 }
@@ -364,8 +373,43 @@ void Reducer::discard_step(at::Tensor only_if) {
     if (only_if.item<double>() == 0.0) return;
     only_if.reset();
   }
+  is_unstepped_ = false;
   const c10::AutoGradMode no_grad(false);
   ticks_.exchange().undo(only_if);
+}
+
+// Before a backward's first gradient. Gradients that are still there are added to, and the same question comes again.
+void Reducer::look_for_skipped_step() {
+  if (!is_unstepped_ || looked_in_.exchange(Backwards::number()) == Backwards::number()) return;
+  const bool is_between = !window_.is(WindowState::reducing) && !window_.is(WindowState::partial);
+  if (!steps_are_seen_ || !is_between || is_capturing(buckets_.device())) return;
+  const c10::AutoGradMode no_grad(false);
+  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
+    if (buckets_.still_holds(parameter)) return;
+  }
+  is_unstepped_ = false;
+  if (!window_.is(WindowState::failed)) ticks_.exchange().undo({});
+}
+
+std::vector<size_t> Reducer::never_averaged() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<size_t> found;
+  if (!window_.is(WindowState::accumulating) && !window_.is(WindowState::armed)) return found;
+  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
+    const bool is_local = window_.arrival(parameter) == Arrival::local;
+    if (is_local && holds_anything(buckets_.gradient(parameter))) found.push_back(parameter);
+  }
+  return found;
+}
+
+std::vector<size_t> Reducer::averaged() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<size_t> found;
+  if (!window_.is(WindowState::finished)) return found;
+  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
+    if (window_.arrival(parameter) != Arrival::none) found.push_back(parameter);
+  }
+  return found;
 }
 
 void Reducer::send_parameters(Gather& gather, size_t bucket, const at::Tensor& memory) {

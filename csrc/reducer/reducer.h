@@ -1,6 +1,7 @@
 // Conducts the exchange of one model's gradients. docs/design.md, section 1, follows a gradient on its way.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -59,7 +60,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // What codecs remember becomes valid when an optimizer steps (note [What is remembered for good], codec.h). So a step lasts
   // from one step of the optimizer to the next, with any number of windows. If no optimizer of the model has ever been seen to
   // step, a forward begins one, unless gradients are still in `.grad`: then the next backward adds to them. A window that fails
-  // makes its step void.
+  // makes its step void. So does a backward that finds the last window's gradients removed, although no optimizer has stepped
+  // with them: the loop has skipped the step.
 
   // An optimizer of the model begins or ends its step.
   void note_optimizer(bool begins);
@@ -73,6 +75,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // What the gradients of coming windows count; weighting.h.
   void set_weighting(const Weighting& weighting);
+
+  // Parameters of which a gradient that stayed on this rank is still there. Empty in a window that has begun to reduce. The host
+  // waits for the device, if there are local gradients.
+  std::vector<size_t> never_averaged() const;
+  // Parameters whose gradients the last window has averaged.
+  std::vector<size_t> averaged() const;
 
   // Calls back when the gradients of these parameters are final and averaged: inside the backward, on the stream that wrote
   // them.
@@ -130,13 +138,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
                       const std::vector<at::Tensor>& notices);
 
-  // Sharded gradients, and those in `main_grad`, have been removed, or set to zero.
-  void forget_gradients() {
-    const std::lock_guard lock(mutex_);
-    buckets_.forget_gradients();
-    if (buckets_.form().in_main_grad) window_.forget_local();  // others are seen to be gone
-  }
-
   void set_exchange(std::shared_ptr<Exchange> exchange);
 
   // Where the wires of coming exchanges come from; null: ordinary memory. Otherwise wires of a new plan wait for its exchange.
@@ -164,6 +165,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void before_gradient(size_t parameter, bool is_defined);
   void begin_with_gradient();
   bool adds_up() const;
+  void look_for_skipped_step();
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
   void on_local_gradient(size_t parameter, bool exclusive);
   void begin_reduction();
@@ -190,6 +192,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Backwards backwards_;
   bool steps_are_seen_ = false;                     // an optimizer of this model has been seen to step
   bool stepped_in_window_ = false;                  // an optimizer has stepped inside this backward
+  std::atomic<bool> is_unstepped_{false};           // no optimizer has stepped since the last window
+  std::atomic<int> looked_in_{-1};                  // the last backward in which a skipped step was looked for
   std::shared_ptr<const RegisteredMemory> memory_;  // null: ordinary memory
   std::vector<size_t> movable_;                     // parameters whose gradients move into the next exchange's wires
   Weighting weighting_;

@@ -27,6 +27,7 @@ Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, T
       others_(reducer, buckets.parameters()) {}
 
 void Reduction::begin() {
+  forget_removed();
   const bool in_company = shares_order_ || others_.share_group();
   starts_at_end_ = window_.is_learning() || (window_.ends_with_backward() && in_company);
   const bool others_read = others_.read_gradients();
@@ -42,6 +43,14 @@ void Reduction::begin() {
                             counts());
   }
   start_complete_buckets();
+}
+
+void Reduction::forget_removed() {
+  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
+    if (window_.arrival(parameter) != Arrival::local || buckets_.still_holds(parameter)) continue;
+    window_.forget_local(parameter);
+    buckets_.take_notice(parameter);
+  }
 }
 
 void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {

@@ -132,12 +132,6 @@ void Window::note_local(size_t parameter) {
   if (arrival == Arrival::none) arrival = Arrival::local;
 }
 
-void Window::forget_local() {
-  for (auto& parameter : parameters_) {
-    if (parameter.arrival == Arrival::local) parameter.arrival = Arrival::none;
-  }
-}
-
 void Window::note_synchronised(size_t parameter) {
   auto& arrival = parameters_[parameter].arrival;
   if (ended_ == 0 && arrival != Arrival::synchronised) arrival_order_.push_back(parameter);

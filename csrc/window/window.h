@@ -116,8 +116,8 @@ class Window {
 
   Arrival arrival(size_t parameter) const { return parameters_[parameter].arrival; }
   void note_local(size_t parameter);
-  // Local gradients have been removed, or set to zero.
-  void forget_local();
+  // The local gradient has been removed, or set to zero.
+  void forget_local(size_t parameter) { parameters_[parameter].arrival = Arrival::none; }
   void note_synchronised(size_t parameter);
   // A local gradient is averaged as it is.
   void synchronise_local(size_t parameter);

@@ -61,7 +61,7 @@ class ShardedGradient(Tensor):
             name: the parameter's, for errors.
             zero: sets this rank's part of the gradient to zero.
         """
-        empty = torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+        empty = torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
         notice: ShardedGradient = Tensor._make_subclass(ShardedGradient, empty)  # type: ignore[attr-defined]
         notice._name, notice._zero = name, zero
         return notice
@@ -107,6 +107,8 @@ def _zero(gradients: Any) -> Any:
     for gradient in [gradients] if isinstance(gradients, Tensor) else gradients:
         if isinstance(gradient, ShardedGradient):
             gradient._zero()
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.autograd.graph.increment_version(gradient)  # the reducer sees by it what has been removed
         else:
             gradient.zero_()
     return gradients

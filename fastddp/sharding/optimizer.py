@@ -168,15 +168,6 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             shards.wait_where_read(parts.model.module)
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Remove gradients, or set them to zero.
-
-        Args:
-            set_to_none: remove them.
-        """
-        super().zero_grad(set_to_none)
-        self.parts.shards.forget_gradients()
-
     def parameters_ready(self) -> None:
         """Wait until all parameters of the last :meth:`step` are here. On a device only the current stream waits."""
         self.parts.parameters_ready()

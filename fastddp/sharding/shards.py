@@ -148,10 +148,6 @@ class Shards:
         notices = [self.notices.get(index, empty) for index in range(len(self._parameters))]
         self._reducer.become_sharded(self.sharding, holders, notices)
 
-    def forget_gradients(self) -> None:
-        """All gradients have been removed, or set to zero."""
-        self._reducer.forget_gradients()
-
     def spans(self) -> Iterator[Span]:
         """This rank's, of all buckets."""
         for bucket in self.buckets:

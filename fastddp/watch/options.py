@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Real
+from typing import Literal
 
 from fastddp.errors import see
 from fastddp.watch.corruption import OnCorruption
 from fastddp.watch.stall_report import OnStall
+
+OnLocalSteps = Literal["warn", "raise"] | None
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,18 @@ class Watch:
     """Compare the replicas' parameters, and what ``model.audit()`` adds, bit by bit: a part in each step, each once in
     this many steps. As often, add up a part of a bucket's gradients a second time. None: do neither."""
 
+    local_steps: OnLocalSteps = "warn"
+    """What to do when an optimizer steps with gradients that no backward has averaged, outside of ``no_sync()``: "warn",
+    once; "raise" a RuntimeError; None: nothing."""
+
     def __post_init__(self) -> None:
         _check_choice("stall", self.stall, "fastddp.StallReport")
         _check_choice("corruption", self.corruption, "fastddp.Corruption")
         _check_patience(self.patience)
+        if self.local_steps not in ("warn", "raise", None):
+            raise ValueError(
+                f'Watch(local_steps=...) is "warn", "raise" or None, not {self.local_steps!r}.' + see("FD024")
+            )
         _check_audit_every(self.audit_every)
         if self.corruption is None and self.audit_every is not None:
             object.__setattr__(self, "corruption", "report")

@@ -15,10 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fastddp.in_force import InForce
 from fastddp.module.main_gradients import check_optimizer
 from fastddp.watch.scaler import note_scaler
+from fastddp.window.local_steps import LocalSteps
 
 
-def check_before_each_step(now: InForce, check: Callable[[], None]) -> None:
-    """Call ``check``, which may raise, before each step of the model's optimizers, for as long as ``now`` lives.
+def check_before_each_step(now: InForce, local_steps: LocalSteps, check: Callable[[], None]) -> None:
+    """Call both checks, which may raise, before each step of the model's optimizers, for as long as ``now`` lives.
 
     A backward that leaves out a parameter returns normally, because another backward may bring the missing gradient.
     The optimizer's step is the last moment to notice that none did. Two hooks, global to torch.optim, serve all models:
@@ -26,9 +27,10 @@ def check_before_each_step(now: InForce, check: Callable[[], None]) -> None:
 
     Args:
         now: what is in force; not kept alive.
+        local_steps: the first check.
         check: a method; its object is not kept alive.
     """
-    steps = _Steps(now, check)
+    steps = _Steps(now, local_steps, check)
     _notice_skipped_steps()
     _ALL_STEPS.add(steps)
     weakref.finalize(now, _ALL_STEPS.discard, steps).atexit = False
@@ -78,8 +80,9 @@ def _notice_skipped_steps() -> None:
 class _Steps:
     """What happens around each step of any optimizer."""
 
-    def __init__(self, now: InForce, check: Callable[[], None]) -> None:
+    def __init__(self, now: InForce, local_steps: LocalSteps, check: Callable[[], None]) -> None:
         self._now = weakref.ref(now)
+        self._local_steps = weakref.ref(local_steps)
         self._check = weakref.WeakMethod(check)
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self.taken = 0
@@ -88,6 +91,9 @@ class _Steps:
         if (now := self._trained_by(optimizer)) is not None:
             if (check := self._check()) is not None:
                 check()
+            if (local_steps := self._local_steps()) is not None:
+                others = (steps._now() for steps in tuple(_ALL_STEPS) if steps is not self)
+                local_steps.check(optimizer, (other for other in others if other is not None))
             if now.main_gradients.dtype is not None and now.setting.sharding is None:
                 check_optimizer(optimizer, now.parameters)
             # GradScaler sets it on an optimizer that decides itself whether to skip.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ class Training:
     def __init__(self, rank: int, hook: str) -> None:
         mesh = init_device_mesh("cpu", (2, 2)) if "two levels" in hook else None
         self.rank = rank
+        self.zeroes = True
         self.model = fastddp.DistributedDataParallel(Pair(), bucket_cap_mb=0, hierarchy=mesh)
         self.state: Any = BlockState(block_size=128, fp8="e5m2")
         if "power" in hook:
@@ -48,7 +50,8 @@ class Training:
             self.optimizer.step()
 
     def backward(self, gradient: Tensor, scale: float = 1.0) -> None:
-        self.model.zero_grad()
+        if self.zeroes:
+            self.model.zero_grad()
         (self.model(gradient) * scale).backward()
 
     def next_gradients(self) -> list[Any]:
@@ -133,6 +136,33 @@ def is_skipped_by_the_optimizer_itself(training: Training) -> None:
     is_skipped_by_a_scaler(training, fused=True)
 
 
+def each_becomes(change: Callable[[Tensor], object]) -> Callable[[Training], None]:
+    def zero(training: Training) -> None:
+        for parameter in training.model.parameters():
+            change(parameter)
+
+    return zero
+
+
+ZEROING: dict[str, Callable[[Training], None]] = {
+    "none": each_becomes(lambda parameter: setattr(parameter, "grad", None)),
+    "zero_": each_becomes(lambda parameter: parameter.grad.zero_()),
+    "zeros_like": each_becomes(lambda parameter: setattr(parameter, "grad", torch.zeros_like(parameter))),
+    "module": lambda training: training.model.module.zero_grad(set_to_none=False),
+    "model": lambda training: training.model.zero_grad(set_to_none=False),
+    "optimizer": lambda training: training.optimizer.zero_grad(set_to_none=False),
+}
+"""Loops throw gradients away in these ways, and call nothing of ours."""
+
+
+def throws_gradients_away(training: Training, way: str) -> None:
+    """Two windows, because their norm was too large, say."""
+    for _ in range(2):
+        training.backward(1e8 * torch.randn(12, 9))
+        training.zeroes = False
+    ZEROING[way](training)
+
+
 HOOKS = ["int8_compress_hook", "fp8_compress_hook", "powerSGD_hook", "batched_powerSGD_hook"]
 VOID: list[Callable[[Training], None]] = [
     raises_behind_a_change,
@@ -168,6 +198,40 @@ def traces(rank: int, hook: str, void: Callable[[Training], None]) -> None:
 )
 def test_a_step_that_is_not_taken_leaves_no_trace(ranks: RankPool, hook: str, void: Callable[..., None]) -> None:
     ranks.run(traces, 4 if "two levels" in hook else 2, hook, void)
+
+
+def traces_of_gradients_thrown_away(rank: int, hook: str, way: str) -> None:
+    without, trained = Training(rank, hook), Training(rank, hook)
+    throws_gradients_away(trained, way)
+    if "power" in hook:  # whose random numbers depend on how many windows there were
+        throws_gradients_away(without, way)
+        without.model.discard_step()
+    assert all(map(torch.equal, trained.next_gradients(), without.next_gradients()))
+    assert all(map(torch.equal, trained.remembered(), without.remembered()))
+
+
+@pytest.mark.parametrize("way", ZEROING)
+@pytest.mark.parametrize("hook", ["int8_compress_hook", "powerSGD_hook", "int8_compress_hook, sharded"])
+def test_gradients_that_are_zeroed_without_a_step_leave_no_trace(ranks: RankPool, hook: str, way: str) -> None:
+    ranks.run(traces_of_gradients_thrown_away, 2, hook, way)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@on_ranks(2)
+def test_nor_does_a_backward_that_raises_before_the_model_is_dropped(rank: int, hook: str) -> None:
+    training = Training(rank, hook)
+    before = training.remembered()
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    handle = training.model.module.first.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        training.backward(1e6 * torch.ones(12, 9))
+    handle.remove()
+    training.model = None  # type: ignore[assignment]
+    gc.collect()
+    assert all(map(torch.equal, training.remembered(), before))
 
 
 @pytest.mark.parametrize("hook", HOOKS[:2])

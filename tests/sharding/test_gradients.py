@@ -202,6 +202,43 @@ def test_after_zero_grad_a_window_adds_to_nothing(rank: int, of: str, set_to_non
     assert_same(found[1], found[0])
 
 
+def each_in_place(training: Training, to_none: bool) -> None:
+    for parameter in training.model.parameters():
+        parameter.grad.zero_()
+
+
+def other_zeros(training: Training, to_none: bool) -> None:
+    for parameter in training.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+BEHIND_OUR_BACK = {"each in place": each_in_place, "other zeros": other_zeros}
+
+
+@pytest.mark.parametrize("of", [*ZEROING, *BEHIND_OUR_BACK])
+@pytest.mark.parametrize("again", [False, True], ids=["", "another local backward"])
+@on_ranks(2)
+def test_averages_are_zeroed_with_the_local_gradient_that_was_added_to_them(
+    rank: int, of: str, again: bool
+) -> None:
+    zero = (ZEROING | BEHIND_OUR_BACK)[of]
+    found = []
+    for sharded in (False, True):
+        training = Training(rank, sharded)
+        for _ in range(3):
+            training.backward()
+            with training.model.no_sync():
+                training.backward()
+                zero(training, False)
+                if again:
+                    training.backward()
+            training.backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        found.append(training.parameters())
+    assert_same(found[1], found[0])
+
+
 # -------------------------------------------------------------------------------------------------------- the norm
 
 NONE, FP16, BF16, INT8 = None, *(getattr(comm_hooks, f"{name}_compress_hook") for name in ("fp16", "bf16", "int8"))

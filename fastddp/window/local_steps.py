@@ -1,0 +1,99 @@
+"""Steps with gradients of this rank alone: replicas drift apart, and the loss looks fine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from torch.optim import Optimizer
+
+from fastddp.errors import see
+from fastddp.in_force import InForce
+from fastddp.watch.options import OnLocalSteps
+
+
+class LocalSteps:
+    """Tells of a model's first step with gradients that stayed on this rank, though the loop did not ask for it.
+
+    Args:
+        now: what is in force.
+        on: what to do.
+    """
+
+    def __init__(self, now: InForce, on: OnLocalSteps) -> None:
+        self._now = now
+        self._on = on if now.process_group.size() > 1 else None
+        self._contexts = 0  # of no_sync(), which are open
+        self._kept: tuple[int, str] | None = None  # the window of the last forward that kept gradients, and why it did
+
+    @contextmanager
+    def are_wanted(self) -> Iterator[None]:
+        """Steps in this context are local on purpose."""
+        self._contexts += 1
+        try:
+            yield
+        finally:
+            self._contexts -= 1
+
+    def note_forward_without_sync(self) -> None:
+        """A forward lets its backward keep gradients on this rank."""
+        self._kept = (self._now.reducer.windows(), _NO_SYNC if self._contexts else _FLAG)
+
+    def check(self, optimizer: Optimizer, others: Iterable[InForce]) -> None:
+        """Warn, or raise RuntimeError, if ``optimizer`` is about to step gradients that were never averaged.
+
+        Args:
+            optimizer: it has parameters of the model.
+            others: what is in force for other models, which may have averaged parameters of this one.
+        """
+        if self._on is None or self._contexts:
+            return
+        own = self._now.parameters
+        local = {id(own.tensors[index]): own.names[index] for index in self._now.reducer.never_averaged()}
+        if not local:
+            return
+        for other in others:
+            for index in other.reducer.averaged():
+                local.pop(id(other.parameters.tensors[index]), None)
+        stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        names = [local[parameter] for parameter in stepped if parameter in local]
+        if names:
+            self._tell(type(optimizer).__name__, names)
+
+    def _tell(self, optimizer: str, names: Sequence[str]) -> None:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        message = (
+            f"fastddp: {optimizer} is about to step with a gradient that is rank {self._now.process_group.rank()}'s "
+            f"alone, of parameter {names[0]}{more}: no backward has averaged it, so replicas drift apart. {self._why()} "
+            "If that is on purpose, as in local SGD, put no_sync() around the step, too, or pass "
+            "Watch(local_steps=None)." + see("FD050")
+        )
+        if self._on == "raise":
+            raise RuntimeError(message)
+        self._on = None  # it is said once
+        warnings.warn(message, stacklevel=2)
+
+    def _why(self) -> str:
+        reducer = self._now.reducer
+        if reducer.state == "armed":
+            return _OPEN
+        return self._kept[1] if self._kept is not None and self._kept[0] == reducer.windows() else _OUTSIDE
+
+
+_NO_SYNC = (
+    "Its forward ran under no_sync(), and no backward that synchronises came before the step. Run the forward and the "
+    "backward of the last microbatch outside of no_sync()."
+)
+_FLAG = (
+    "require_backward_grad_sync was False during its forward, where it is read. Set it before the forward of the last "
+    "microbatch."
+)
+_OPEN = (
+    "A forward outside of no_sync() was to synchronise it, but no backward through that forward's outputs came before "
+    "the step. Call backward on its loss, or skip the step, too."
+)
+_OUTSIDE = (
+    "Its backward belongs to no forward of the wrapper: the loss went through model.module, one of its methods or its "
+    "parameters, or a backward came after the one that synchronised. Call the wrapper, and call backward once on the "
+    "sum of the losses."
+)

@@ -1,0 +1,281 @@
+"""A step with gradients of one rank alone is told of once, with why; and nothing is said where a loop is right."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.optim import SGD, Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+import fastddp
+from fastddp import DistributedDataParallel, Watch
+from on_ranks import on_ranks
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x).square().mean()
+
+
+Loop = Callable[[DistributedDataParallel, Optimizer, Tensor], object]
+
+
+def through_the_module(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    model.module(x).sum().backward()
+    optimizer.step()
+
+
+def through_a_method(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    model.module.loss(x).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def a_second_loss_of_parameters(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    model(x).sum().backward()
+    model.module.first.weight.square().sum().backward()
+    optimizer.step()
+
+
+def a_second_backward(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+
+
+def the_flag_too_late(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    model.require_backward_grad_sync = False
+    loss = model(x).sum()
+    model.require_backward_grad_sync = True
+    loss.backward()
+    optimizer.step()
+
+
+def no_sync_to_the_end(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    for part in x.split(1):
+        with model.no_sync():
+            model(part).sum().backward()
+    optimizer.step()
+
+
+def the_forward_under_no_sync(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    with model.no_sync():
+        loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+
+
+def a_window_left_open(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    with model.no_sync():
+        model(x).sum().backward()
+    model(x)
+    optimizer.step()
+
+
+LOCAL = {
+    through_the_module: "through model.module",
+    through_a_method: "through model.module",
+    a_second_loss_of_parameters: "or its parameters, or a backward|or a backward came after",
+    a_second_backward: "call backward once",
+    the_flag_too_late: "require_backward_grad_sync was False during its forward",
+    no_sync_to_the_end: r"ran under no_sync\(\)",
+    the_forward_under_no_sync: r"ran under no_sync\(\)",
+    a_window_left_open: "no backward through that forward's outputs",
+}
+
+
+@pytest.mark.parametrize("loop", LOCAL)
+@on_ranks(2)
+def test_a_step_with_gradients_of_one_rank_is_told_of_once(rank: int, loop: Loop) -> None:
+    model = DistributedDataParallel(Two())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    x = torch.full((2, 3), 1.0 + rank)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loop(model, optimizer, x)
+            optimizer.zero_grad()
+    [text] = [str(warning.message) for warning in said]
+    assert f"SGD is about to step with a gradient that is rank {rank}'s alone, of parameter first.weight" in text
+    with pytest.raises(AssertionError, match=f"(?s){LOCAL[loop]}.*FD050"):
+        raise AssertionError(text)
+
+
+@on_ranks(2)
+def test_raise_stops_the_step(rank: int) -> None:
+    model = DistributedDataParallel(Two(), watch=Watch(local_steps="raise"))
+    before = copy.deepcopy(model.module.state_dict())
+    with pytest.raises(RuntimeError, match="FD050"):
+        through_the_module(model, SGD(model.parameters(), lr=0.1), torch.ones(2, 3))
+    assert all(torch.equal(value, before[name]) for name, value in model.module.state_dict().items())
+
+
+def accumulation(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    with model.no_sync():
+        model(x).sum().backward()
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def accumulation_by_the_flag(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    for synchronises in (False, False, True):
+        model.require_backward_grad_sync = synchronises
+        model(x).sum().backward()
+    optimizer.step()
+
+
+def accumulation_whose_end_comes_in_the_next_epoch(
+    model: DistributedDataParallel, optimizer: Optimizer, x: Tensor
+) -> None:
+    with model.no_sync():
+        model(x).sum().backward()
+    with torch.no_grad():
+        model(x)
+    accumulation(model, optimizer, x)
+
+
+def local_sgd(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    with model.no_sync():
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def local_gradients_thrown_away(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    model.module(x).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    optimizer.step()
+
+
+def a_frozen_half(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    model.module.first.requires_grad_(False)
+    head = SGD(model.module.second.parameters(), lr=0.1)
+    with torch.no_grad():
+        features = model.module.first(x)
+    model.module.first.requires_grad_(True)
+    model(x).sum().backward()
+    head.step()
+    assert features.shape == (2, 2)
+
+
+def gradients_by_hand(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    gradients = torch.autograd.grad(model.module(x).sum(), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+def generator_and_critic(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    critic = DistributedDataParallel(nn.Linear(1, 1))
+    of_critic = SGD(critic.parameters(), lr=0.1)
+    for _ in range(2):
+        critic(model(x).detach()).sum().backward()
+        of_critic.step()
+        of_critic.zero_grad()
+        critic.module(model(x)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        of_critic.zero_grad()
+
+
+def a_copy_that_follows(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    average = AveragedModel(model.module)
+    model(x).sum().backward()
+    optimizer.step()
+    average.update_parameters(model.module)
+    average(x).sum().backward()
+
+
+def two_wrappers_of_one_module(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    other = DistributedDataParallel(model.module)
+    other(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def a_scaler_that_skips(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (float("inf"), 1.0):
+        scaler.scale(factor * model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def steps_that_a_hook_keeps_local(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    if "local" not in vars(model):
+        state = PostLocalSGDState(None, torch.distributed.group.WORLD, start_localSGD_iter=1, post_local_gradient_allreduce=False)
+        model.register_comm_hook(state, post_localSGD_hook)
+        model.local = True
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def the_next_forward_before_the_step(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    model(x).sum().backward()
+    model(x)
+    optimizer.step()
+
+
+RIGHT = [
+    accumulation,
+    accumulation_by_the_flag,
+    accumulation_whose_end_comes_in_the_next_epoch,
+    local_sgd,
+    local_gradients_thrown_away,
+    a_frozen_half,
+    gradients_by_hand,
+    generator_and_critic,
+    a_copy_that_follows,
+    two_wrappers_of_one_module,
+    a_scaler_that_skips,
+    steps_that_a_hook_keeps_local,
+    the_next_forward_before_the_step,
+]
+
+
+@pytest.mark.parametrize("loop", RIGHT)
+@on_ranks(2)
+def test_nothing_is_said_of_a_loop_that_is_right(rank: int, loop: Loop) -> None:
+    model = DistributedDataParallel(Two(), watch=Watch(local_steps="raise"))
+    optimizer = SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        loop(model, optimizer, torch.full((2, 3), 1.0 + rank))
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_nothing_is_said_of_an_optimizer_in_backward(rank: int) -> None:
+    model = DistributedDataParallel(Two(), watch=Watch(local_steps="raise"))
+    _apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
+    for _ in range(3):
+        model(torch.full((2, 3), 1.0 + rank)).sum().backward()
+
+
+@on_ranks(1)
+def test_one_rank_has_all_gradients(rank: int) -> None:
+    model = DistributedDataParallel(Two(), watch=fastddp.Watch(local_steps="raise"))
+    through_the_module(model, SGD(model.parameters(), lr=0.1), torch.ones(2, 3))
+
+
+def test_a_value_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"local_steps=\.\.\.\) is \"warn\", \"raise\" or None, not 'report'"):
+        Watch(local_steps="report")  # type: ignore[arg-type]
