@@ -93,7 +93,7 @@ class LowRank : public Codec {
     auto& parts = of(bucket);
     std::vector<size_t> all(parts.matrices.size());
     std::iota(all.begin(), all.end(), size_t{0});
-    parts.keep_first(all);
+    parts.keep_first(bucket, all);
     receive_q(bucket);
     prepare_q(bucket);
   }
@@ -149,7 +149,7 @@ class LowRank : public Codec {
       bucket.window[member].packed = true;
       matrices.push_back(matrix);
     }
-    parts.keep_first(which);
+    parts.keep_first(bucket, which);
     parts.low_rank->compress(matrices, parts.in_message ? scale : 1.0);
   }
 
@@ -158,7 +158,7 @@ class LowRank : public Codec {
     bucket.measure_local();
     auto& parts = of(bucket);
     auto& matrix = parts.matrices.front();
-    parts.keep_first({0});
+    parts.keep_first(bucket, {0});
     if (!options_.error_feedback) matrix.memory.zero_();
     const auto all = matrix.memory.view(-1);
     std::vector<at::Tensor> errors, gradients;

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "codec/kept.h"
@@ -110,7 +111,7 @@ std::vector<LowRankMatrix> LowRankParts::projections() const {
 std::vector<at::Tensor> LowRankParts::used_by_the_side_stream() const {
   std::vector<at::Tensor> tensors{result};
   for (const auto& matrix : matrices) tensors.insert(tensors.end(), {matrix.p, matrix.q, matrix.memory});
-  for (const auto& kept : before_step_) tensors.insert(tensors.end(), {kept.error, kept.q});
+  for (const auto& kept : before_step_) tensors.insert(tensors.end(), {kept.error, kept.q, kept.error_before});
   return tensors;
 }
 
@@ -122,11 +123,14 @@ void LowRankParts::let_gradients_go() {
 
 // ---------------------------------------------------------------------- note [What is remembered for good], codec.h
 
-void LowRankParts::keep_first(const std::vector<size_t>& which) {
+void LowRankParts::keep_first(const Bucket& bucket, const std::vector<size_t>& which) {
   std::vector<at::Tensor> kept, now;
   for (const auto i : which) {
-    auto& [error, q, is_there, of_this_window] = before_step_[i];
-    of_this_window = !is_there;
+    auto& [error, q, is_there, error_before] = before_step_[i];
+    const auto may_be_dropped = [&](size_t member) { return bucket.window[member].may_be_dropped; };
+    const bool is_needed = error.defined() && (is_batched ? std::ranges::any_of(compressed, may_be_dropped)
+                                                          : may_be_dropped(compressed[i]));
+    error_before = !is_there ? error : is_needed ? matrices[i].memory.clone() : at::Tensor();
     if (std::exchange(is_there, true)) continue;
     kept.push_back(q);
     now.push_back(matrices[i].q);
@@ -146,7 +150,7 @@ void LowRankParts::undo(const at::Tensor& only_if) {
     const auto& matrix = matrices[i];
     // Of a window that failed.
     if (matrix.gradient.defined()) keep_for_current_stream(matrix.gradient);
-    auto& [error, q, is_there, of_this_window] = before_step_[i];
+    auto& [error, q, is_there, error_before] = before_step_[i];
     if (!is_there) continue;
     bring_back(matrix.q, q, only_if);
     if (error.defined()) bring_back(matrix.memory, error, only_if);
@@ -156,19 +160,13 @@ void LowRankParts::undo(const at::Tensor& only_if) {
 }
 
 void LowRankParts::discard(const Bucket& bucket, size_t member) {
-  const auto& gradient = bucket.gradient(member);
   for (size_t i = 0; i < matrices.size(); ++i) {
-    const auto& [error, q, is_there, of_this_window] = before_step_[i];
-    if (!is_there || !error.defined() || (!is_batched && compressed[i] != member)) continue;
+    const auto& before = before_step_[i].error_before;
+    if (!before.defined() || (!is_batched && compressed[i] != member)) continue;
     const auto own = [&](const at::Tensor& square) {
       return is_batched ? bucket.layout.view(square.view(-1), member) : square;
     };
-    const auto memory = own(matrices[i].memory);
-    if (of_this_window) {
-      memory.copy_(own(error));
-    } else {
-      memory.add_(gradient.as_strided(memory.sizes(), memory.strides()));
-    }
+    own(matrices[i].memory).copy_(own(before));
   }
 }
 

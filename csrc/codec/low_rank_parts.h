@@ -29,12 +29,13 @@ struct LowRankParts {
   void place_q(const at::Tensor& wire);
   void leave_wires();
 
-  // The window is about to change the matrices `which`. Copies those that this step has not changed before.
-  void keep_first(const std::vector<size_t>& which);
+  // The window is about to change the matrices `which`. Copies those that this step has not changed before, and errors that
+  // discard() may need.
+  void keep_first(const Bucket& bucket, const std::vector<size_t>& which);
   void step_begins();
   // Undoes what the step has changed; `only_if` as in Codec::undo().
   void undo(const at::Tensor& only_if);
-  // The result for `member` will be dropped, so its error gets back what went into it.
+  // The result for `member` will be dropped: its error is what it was before this window.
   void discard(const Bucket& bucket, size_t member);
   void let_gradients_go();
 
@@ -65,7 +66,7 @@ struct LowRankParts {
   struct Kept {
     at::Tensor error, q;  // error: undefined without error feedback
     bool is_there = false;
-    bool of_this_window = false;
+    at::Tensor error_before;  // this window, if discard() may need it
   };
 
   void add(const LowRankMemory::Matrix& memory, int64_t rows, uint64_t number, const LowRankOptions& options);

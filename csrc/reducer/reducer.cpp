@@ -64,10 +64,10 @@ void Reducer::begin_window() {
 
 // -------------------------------------------------------------------------------------------------- between two windows
 
-void Reducer::check_between_windows(const char* what, bool may_be_armed) const {
-  const bool is_between =
-      window_.is(WindowState::armed) ? may_be_armed : !window_.is_open() && !window_.is(WindowState::failed);
-  TORCH_CHECK(is_between, "fastddp: ", what, " between two windows only, not while one is ", to_string(window_.state()),
+void Reducer::check_between_windows(const char* what) const {
+  const bool has_begun =
+      window_.is(WindowState::reducing) || window_.is(WindowState::partial) || window_.is(WindowState::failed);
+  TORCH_CHECK(!has_begun, "fastddp: ", what, " between two windows only, not while one is ", to_string(window_.state()),
               see("FD014"));
   TORCH_CHECK(!conductor_.is_busy(), "fastddp: ", what, " when no communication hook runs", see("FD014"));
 }
@@ -93,7 +93,7 @@ void Reducer::place_gradients() {
 
 void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
   const std::lock_guard lock(mutex_);
-  check_between_windows("how gradients are exchanged can be changed", /*may_be_armed=*/false);
+  check_between_windows("how gradients are exchanged can be changed");
   own(*exchange);
   exchange->set_weighting(weighting_);
   const auto memory = memory_;
@@ -116,7 +116,7 @@ void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
 
 void Reducer::use_memory(std::shared_ptr<const RegisteredMemory> memory) {
   const std::lock_guard lock(mutex_);
-  check_between_windows("where wires come from can be changed", /*may_be_armed=*/false);
+  check_between_windows("where wires come from can be changed");
   memory_ = std::move(memory);
   for (auto& bucket : buckets_.all()) bucket.wire.drop();  // gradients that live there move with the next exchange
 }

@@ -180,7 +180,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void fail();
   void repair();
 
-  void check_between_windows(const char* what, bool may_be_armed = true) const;
+  void check_between_windows(const char* what) const;
 
   const std::shared_ptr<Interruption> interruption_ = std::make_shared<Interruption>();
   mutable std::mutex mutex_;

@@ -127,6 +127,30 @@ def test_what_some_ranks_leave_out_counts_as_zeros_and_what_all_do_is_left_alone
         assert_averages(found, expected, 2 * exchange.rounding)
 
 
+def beside_an_older_one(rank: int, exchange: Exchange, view: bool) -> list[list[Tensor]]:
+    """A parameter's average, and what waits of it, before and after a window that adds to others alone."""
+    training = Training(rank, exchange, find_unused_parameters=True, gradient_as_bucket_view=view)
+    for window in range(WINDOWS):
+        training.step(window)
+    found = []
+    for left_out in ((), (4,)):
+        training.loss(WINDOWS, left_out).backward()
+        average = training.gradients()[4]
+        assert average is not None
+        found.append([average, training.left_out_of(4)])
+    return found
+
+
+@pytest.mark.parametrize(("exchange", "view"), exchanges_and([False, True]))
+def test_an_average_that_a_later_window_of_the_step_leaves_alone_is_not_remembered_as_left_out(
+    pools: dict[str, RankPool], exchange: Exchange, view: bool
+) -> None:
+    for before, after in exchange.run(pools, beside_an_older_one, view):
+        most = float(before[1].abs().max()) if before[1].numel() else 0.0
+        assert torch.equal(before[0], after[0])
+        torch.testing.assert_close(before[1], after[1], rtol=0, atol=0.01 * most)
+
+
 # --------------------------------------------------------------------------------------------------------- failures
 
 PLACES = {
