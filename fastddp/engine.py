@@ -187,7 +187,9 @@ class Engine:
             reducer.use_memory(memory)
         if main_gradients.are_apart:
             for parameter, gradient in zip(parameters, reducer.main_gradients(), strict=True):
-                parameter.main_grad = gradient  # type: ignore[attr-defined]  # Megatron's name
+                parameter.main_grad = gradient  # type: ignore[attr-defined]  # Megatron's names
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        reducer.ask_layers(main_gradients.hear_layers(recipe.parameters))
         reducer.watch_local_gradients(recipe.watch.corruption is not None)
         if any(isinstance(module, nn.SyncBatchNorm) for module in recipe.module.modules()):
             reducer.share_order()

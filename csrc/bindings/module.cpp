@@ -130,6 +130,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             reducer.on_averaged(std::move(call));
           },
           py::arg("callback"))
+      .def(
+          "ask_layers",
+          [](Reducer& reducer, py::object callback) {
+            reducer.ask_layers([callback = held(std::move(callback))](size_t parameter) {
+              const py::gil_scoped_acquire acquire;
+              return (*callback)(parameter).cast<bool>();
+            });
+          },
+          py::arg("callback"))
       .def_property_readonly("progress",
                              py::cpp_function([](Reducer& reducer) { return reducer.observer()->progress(); }, no_gil))
       .def_property_readonly(

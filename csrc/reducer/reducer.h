@@ -78,6 +78,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // them.
   void on_averaged(Averaged::Callback callback);
 
+  // Note [Layers that write gradients], reduction.h. Called without the lock, after autograd has accumulated a gradient: returns
+  // whether the layer has added to the main gradient, and then drops what autograd was given instead.
+  using AskLayer = std::function<bool(size_t parameter)>;
+  void ask_layers(AskLayer ask) { ask_layer_ = std::move(ask); }
+
   // Ends this rank's waits for others, and all further use; it may outlive this object.
   std::shared_ptr<Interruption> interruption() const { return interruption_; }
 
@@ -134,6 +139,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void forget_gradients() {
     const std::lock_guard lock(mutex_);
     buckets_.forget_gradients();
+    shared_sums_.forget();
     if (buckets_.form().in_main_grad) window_.forget_local();  // others are seen to be gone
   }
 
@@ -166,7 +172,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool adds_up() const;
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
   void on_local_gradient(size_t parameter, bool exclusive);
-  void begin_reduction();
+  void begin_reduction(bool at_outputs = false);
 
   // The end of a backward.
   void on_backward_end();
@@ -200,6 +206,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   LocalGradients local_;
   Closing closing_;
   Failure failure_;
+  AskLayer ask_layer_ = [](size_t) { return false; };
   GradHooks hooks_;  // last: they call the members above
 };
 
