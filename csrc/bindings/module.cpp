@@ -103,6 +103,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "end_forward", [](Reducer& reducer) { reducer.observer()->forward_ends(); }, no_gil)
       .def("note_optimizer", &Reducer::note_optimizer, py::arg("begins"), no_gil)
+      .def("note_loss_scale", &Reducer::note_loss_scale, py::arg("scale"), no_gil)
       .def("send_parameters", &Reducer::send_parameters, py::arg("gather"), py::arg("bucket"), py::arg("memory"),
            no_gil)
       .def("await_parameters", &Reducer::await_parameters, py::arg("gather"), py::arg("bucket"), no_gil)

@@ -321,7 +321,8 @@ void Reducer::finish_window() {
   local_.measure_beside_buckets();
   closing_.say({.window = window_.ended(),
                 .lost_a_backward = backwards_.lost_one(),
-                .local = local_.are_watched() ? &local_ : nullptr});
+                .local = local_.are_watched() ? &local_ : nullptr,
+                .scale = loss_scale_});
   const Observer::Waits waits(observer_, ticks_.next());
   ticks_.tick_to_the_end();
   auto& exchange = ticks_.exchange();

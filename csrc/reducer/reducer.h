@@ -83,6 +83,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   using AskLayer = std::function<bool(size_t parameter)>;
   void ask_layers(AskLayer ask) { ask_layer_ = std::move(ask); }
 
+  // A GradScaler has scaled losses by this, whose backward comes next; 0: not known.
+  void note_loss_scale(float scale) {
+    const std::lock_guard lock(mutex_);
+    loss_scale_ = scale;
+  }
+
   // Ends this rank's waits for others, and all further use; it may outlive this object.
   std::shared_ptr<Interruption> interruption() const { return interruption_; }
 
@@ -155,6 +161,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Parameters whose gradients no longer reach this object, because autograd has dropped the hooks.
   std::vector<size_t> parameters_without_hook() const { return hooks_.lost(buckets_.parameters()); }
 
+  // Whether nobody else has hooks that run after autograd has accumulated a gradient of these parameters.
+  bool hooks_are_alone() const { return hooks_.are_alone(); }
+
   void remove_hooks() { hooks_.remove(); }
 
  private:
@@ -199,6 +208,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::shared_ptr<const RegisteredMemory> memory_;  // null: ordinary memory
   std::vector<size_t> movable_;                     // parameters whose gradients move into the next exchange's wires
   Weighting weighting_;
+  float loss_scale_ = 1.0;
   Observer observer_;
   Ticks ticks_;
   SharedSums shared_sums_;

@@ -59,9 +59,10 @@ void Reduction::begin() {
   for (size_t parameter = 0; parameter < remembered_.size(); ++parameter) look_at(parameter);
   const bool in_company = shares_order_ || others_.share_group();
   starts_at_end_ = window_.is_learning() || (window_.ends_with_backward() && in_company);
-  const bool others_read = others_.read_gradients();
+  const bool others_read = !reducer_.hooks_are_alone() && others_.read_gradients();
   TORCH_CHECK(!others_read || !buckets_.form().as_bucket_view, kViewsInTwoWires, see("FD013"));
   TORCH_CHECK(!others_read || !buckets_.form().in_main_grad, kMainGradientsOfTwo, see("FD013"));
+  TORCH_CHECK(!others_read || !buckets_.are_sharded(), kShardsOfTwo, see("FD013"));
   const bool lives_in_wires = buckets_.form().as_bucket_view || buckets_.form().in_main_grad;
   const bool stay = others_read || (Backwards::is_for_a_choice() && !lives_in_wires);
   for (auto& bucket : buckets_.all()) bucket.window.left_in_place = stay;
