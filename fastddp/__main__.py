@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.machinery
 import io
+import os
 import pkgutil
 import runpy
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 from fastddp import patching, presence
 from fastddp.comm_hooks import HOOK_NAMES
 from fastddp.job_options import check_options
+from fastddp.listing import names_near
 
 # What a wrapper gets whose code says nothing about it. "off" turns off what is on by default.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -51,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("arguments", nargs="*", default=(), help="passed on as they are")
     arguments = sys.argv[1:] if arguments is None else arguments
     ours = _up_to_the_target(arguments)
+    _check_options(parser, arguments[:ours])
     said = vars(parser.parse_args(arguments[:ours]))
     target, is_module, _ = said.pop("target"), said.pop("is_module"), said.pop("arguments")
     options: Any = {name: value for name, value in said.items() if value is not None}
@@ -63,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     sys.argv = [target, *arguments[ours:]]
+    presence.is_launched = "RANK" in os.environ
     patching.patch(**options)
     with presence.telling_if_absent():
         _run(target, is_module)
@@ -74,6 +78,13 @@ def _up_to_the_target(arguments: Sequence[str]) -> int:
     while place < len(arguments) and arguments[place].startswith("-"):
         place += 2 if arguments[place] in _OPTIONS else 1  # an option and its value
     return place + 1
+
+
+def _check_options(parser: argparse.ArgumentParser, given: Sequence[str]) -> None:
+    for argument in given:
+        name = argument.partition("=")[0]
+        if name.startswith("--") and name not in (*_OPTIONS, "--help", "--"):
+            parser.error(f"there is no option {name}. {names_near(name, _OPTIONS)}")
 
 
 def _run(target: str, is_module: bool) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from fastddp.exchange.descriptions import AllReduce, CompressState, Exchange, No
 from fastddp.exchange.of_model import OfModel
 from fastddp.exchange.power_sgd import PowerSGD, PowerSGDState
 from fastddp.exchange.power_sgd_agreement import PowerSGDSchedule
+from fastddp.listing import names_near
 
 __all__ = [
     "AutoState",
@@ -119,9 +120,15 @@ def hook_named(name: str) -> tuple[object, Hook]:
     vectors = vectors_of(name) if isinstance(name, str) else None
     if vectors is None:
         raise ValueError(
-            f"There is no hook {name!r}: hooks are {', '.join(HOOK_NAMES)} (N vectors, 1 to 32)." + see("FD024")
+            f"There is no hook {name!r}. {names_near(name, HOOK_NAMES)} (N vectors, 1 to 32.)" + see("FD024")
         )
     return PowerSGDState(None, vectors), powerSGD_hook
+
+
+if not TYPE_CHECKING:  # mypy knows which names there are
+
+    def __getattr__(name: str) -> object:
+        raise AttributeError(f"fastddp.comm_hooks has no {name!r}. {names_near(name, __all__)}" + see("FD024"))
 
 
 def schedule(state: object, hook: Hook, of_model: OfModel) -> Schedule:
@@ -379,7 +386,10 @@ def _not_a(kind: type, hook: Hook, state: object) -> str:
 def check_hook(hook: Hook) -> None:
     """Raise TypeError or ValueError unless ``hook`` can be called with a state and a ``GradBucket``."""
     if not callable(hook):
-        raise TypeError(f"A communication hook must be callable, got {type(hook).__name__}." + see("FD034"))
+        near = names_near(hook, __all__)
+        raise TypeError(
+            f"A communication hook must be callable, got {hook!r}. Of fastddp.comm_hooks: {near}" + see("FD034")
+        )
     expected = {
         "bucket": (dist.GradBucket, "torch.distributed.GradBucket"),
         "return": (torch.futures.Future[torch.Tensor], "torch.futures.Future[torch.Tensor]"),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._utils import _get_device_index
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastddp import comm_hooks, presence
@@ -43,6 +44,7 @@ from fastddp.planning.pinned_plan import PinnedPlan
 from fastddp.planning.planner import check_planned_hook
 from fastddp.torch_compat.compiling import ActiveModel
 from fastddp.torch_compat.distributed_autograd import refuse_distributed_autograd
+from fastddp.torch_compat.helpers import check_beside_torchs
 from fastddp.torch_compat.optimizer_in_backward import take_over_optimizers
 from fastddp.watch.options import Watch, check_watch
 from fastddp.window import joining
@@ -171,6 +173,8 @@ class DistributedDataParallel(Additions):
         local_parts = LocalParts(module, self.process_group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = collect_parameters(module, self.parameters_to_ignore)
+        for child in module.modules():
+            check_beside_torchs(child, parameters.tensors)
         delayed = Delayed.from_arguments(delay_all_reduce_named_params, param_to_hook_all_reduce, parameters)
         config = Config.from_arguments(
             parameters.tensors[0].device.type,
@@ -215,7 +219,8 @@ class DistributedDataParallel(Additions):
         self.bucket_bytes_cap_list = list(config.bucket_caps) if bucket_cap_mb_list is not None else []
         self.bucket_bytes_cap_default = bucket_cap_mb is None and bucket_cap_mb_list is None and buckets is None
         self._set_devices(device_ids, output_device)
-        self._number = self._synchronise_replicas()
+        with presence.telling_if_others_may_be_absent():
+            self._number = self._synchronise_replicas()
         self.mixed_precision = mixed_precision
         self._low_precision = (
             None if mixed_precision is None else LowPrecision(mixed_precision, module, self.parameters_to_ignore)
@@ -336,6 +341,7 @@ class DistributedDataParallel(Additions):
     @torch._disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         engine = self.engine
+        check_beside_torchs(TorchDDP._active_ddp_module, self._recipe.parameters.tensors)
         engine.check_sharded()
         grad_enabled = torch.is_grad_enabled()
         synchronises = grad_enabled and self.require_backward_grad_sync

@@ -189,7 +189,9 @@ class Engine:
             reducer.use_memory(memory)
         if main_gradients.are_apart:
             for parameter, gradient in zip(parameters, reducer.main_gradients(), strict=True):
-                parameter.main_grad = gradient  # type: ignore[attr-defined]  # Megatron's name
+                parameter.main_grad = gradient  # type: ignore[attr-defined]  # Megatron's names
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        reducer.ask_layers(main_gradients.hear_layers(recipe.parameters))
         reducer.watch_local_gradients(recipe.watch.corruption is not None)
         if any(isinstance(module, nn.SyncBatchNorm) for module in recipe.module.modules()):
             reducer.share_order()
@@ -400,6 +402,7 @@ class Engine:
     def zero_gradients(self) -> None:
         """``zero_grad`` has removed what is in ``.grad``: remove gradients that are elsewhere."""
         self.now.main_gradients.set_zero(self.now.parameters.tensors)
+        self.reducer.forget_sums()
 
     def shadow_window(self) -> None:
         """Take part in a window of the other ranks, without gradients."""

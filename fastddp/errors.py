@@ -318,6 +318,14 @@ ERRORS = {
         "Restart the process from a checkpoint, and do not use this step's gradients. To find what failed, run it with "
         "CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer. Look for Xid messages in the kernel's log, too.",
     ),
+    "FD049": Explanation(
+        "A layer writes gradients where they are not averaged",
+        "Layers with fused accumulation (Megatron's, Transformer Engine's) add to parameter.main_grad and set "
+        'grad_added_to_main_grad. Without main_grads="main_grad" that stays on each rank. Or a layer has added to a '
+        "gradient that holds a sum over ranks, which would count several times.",
+        'Wrap the module with main_grads="main_grad", or build the layer without fused accumulation. With '
+        'gradient_average="sum", call model.zero_grad() after each step.',
+    ),
     "FD050": Explanation(
         "A step with gradients of one rank",
         "An optimizer steps parameters whose gradients stayed on this rank: the loss did not go through the wrapper, or "

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypedDict
 from fastddp import comm_hooks
 from fastddp.errors import see
 from fastddp.exchange.gradient_average import check_gradient_average
+from fastddp.listing import names_near
 from fastddp.watch.corruption import OnCorruption
 from fastddp.watch.options import Watch
 from fastddp.watch.stall_report import OnStall
@@ -53,7 +54,7 @@ def check_options(options: JobOptions) -> None:
     unknown = sorted(set(options) - set(JobOptions.__annotations__))
     if unknown:
         raise TypeError(
-            f"There is no option {unknown[0]!r}. Options are {', '.join(JobOptions.__annotations__)}." + see("FD024")
+            f"There is no option {unknown[0]!r}. {names_near(unknown[0], JobOptions.__annotations__)}" + see("FD024")
         )
     _watch(options)
     if "hook" in options:
@@ -100,6 +101,9 @@ def with_job_options(
 
     @functools.wraps(constructor)
     def construct(self: object, /, *args: Of.args, **kwargs: Of.kwargs) -> None:
+        for name in kwargs.keys() - signature.parameters.keys():
+            names = [*signature.parameters][1:]
+            raise TypeError(f"There is no argument {name!r}. {names_near(name, names)}" + see("FD024"))
         given = signature.bind_partial(self, *args, **kwargs).arguments
         constructor(self, *args, **(constructor_arguments(in_force, given) | kwargs))  # type: ignore[arg-type]
 

@@ -1,8 +1,10 @@
-"""Ranks, in the words of messages."""
+"""Ranks and names, in the words of messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
+from difflib import SequenceMatcher
 
 _MOST = 16
 
@@ -23,3 +25,21 @@ def ranks(numbers: Sequence[int]) -> str:
     ('rank 3', 'ranks 0, 1')
     """
     return f"rank{'s' if len(numbers) > 1 else ''} {listed(numbers)}"
+
+
+def names_near(name: object, names: Collection[str]) -> str:
+    """What to say of a name that is none of these: the nearest one, and which there are.
+
+    >>> names_near("hooks", ["hook", "buckets"])
+    "Did you mean 'hook'? There are hook, buckets."
+    """
+
+    def nearness(known: str) -> tuple[int, float]:
+        return len(words(name) & words(known)), SequenceMatcher(None, str(name).lower(), known.lower()).ratio()
+
+    def words(text: object) -> set[str]:
+        return set(re.split(r"[\W_]+", str(text).lower())) - {""}
+
+    nearest = max(names, key=nearness)
+    is_near = nearness(nearest) >= (1, 0.0) or nearness(nearest)[1] > 0.6
+    return (f"Did you mean {nearest!r}? " if is_near else "") + f"There are {', '.join(names)}."

@@ -12,11 +12,14 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from fastddp._build_info import version
+from fastddp.errors import see
 from fastddp.in_force import InForce
 from fastddp.watch.options import Watch
 
 to_stderr = False
 """Whether whoever started the job asked for fastddp, so that a line shows them that they have it. Else it is logged."""
+is_launched = True
+"""Whether a launcher has started this process, and so the others in the same way."""
 starts_processes = False
 """Whether this process has started others afresh, which may have the wrappers."""
 
@@ -33,12 +36,12 @@ def tell(now: InForce, watch: Watch, hook: Callable[..., object] | None) -> None
     _pids.add(os.getpid())
     _has_wrapper[0] = 1
     if is_first:
-        say_on_rank_0(_line(now, watch, hook))
+        say_on_rank_0(_line(now, watch, hook), now.process_group)
 
 
-def say_on_rank_0(text: str) -> None:
-    """Tell whoever asked for fastddp."""
-    if dist.get_rank() == 0:
+def say_on_rank_0(text: str, group: dist.ProcessGroup) -> None:
+    """Tell whoever asked for fastddp; ``group`` is there also in a process without a default one."""
+    if (dist.get_rank() if dist.is_initialized() else group.rank()) == 0:
         _say(text)
 
 
@@ -52,6 +55,21 @@ def telling_if_absent() -> Iterator[None]:
             _tell_if_absent()
         raise
     _tell_if_absent()
+
+
+@contextmanager
+def telling_if_others_may_be_absent() -> Iterator[None]:
+    """If this first talk of ranks fails, say that processes which the script starts itself may be without fastddp."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_launched and "[FD" not in str(error):
+            error.args = (
+                f"{error}\nRanks that a script starts itself, as Lightning does, may be without fastddp; no launcher has "
+                "started this one. Start it with torchrun -m fastddp, or call fastddp.patch() in the script."
+                + see("FD021"),
+            )
+        raise
 
 
 def _tell_if_absent() -> None:

@@ -136,6 +136,10 @@ std::vector<size_t> GradHooks::lost(const std::vector<at::Tensor>& parameters) c
   return lost;
 }
 
+bool GradHooks::are_alone() const {
+  return std::ranges::all_of(hooks_, [](const Hook& hook) { return hook.accumulator->post_hooks().size() <= 1; });
+}
+
 void GradHooks::remove() {
   for (auto& hook : hooks_) {
     std::erase_if(hook.accumulator->pre_hooks(), [&](const auto& other) { return other.get() == hook.before; });

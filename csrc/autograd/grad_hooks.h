@@ -28,6 +28,8 @@ class GradHooks {
   GradHooks& operator=(const GradHooks&) = delete;
 
   void remove();
+  // Whether no other hooks run after autograd has accumulated a gradient.
+  bool are_alone() const;
 
   // The parameters whose accumulator has changed since the hooks were made. After a cast or a move in place autograd makes a
   // new accumulator, which has no hook.

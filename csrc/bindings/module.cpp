@@ -103,6 +103,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "end_forward", [](Reducer& reducer) { reducer.observer()->forward_ends(); }, no_gil)
       .def("note_optimizer", &Reducer::note_optimizer, py::arg("begins"), no_gil)
+      .def("note_loss_scale", &Reducer::note_loss_scale, py::arg("scale"), no_gil)
       .def("send_parameters", &Reducer::send_parameters, py::arg("gather"), py::arg("bucket"), py::arg("memory"),
            no_gil)
       .def("await_parameters", &Reducer::await_parameters, py::arg("gather"), py::arg("bucket"), no_gil)
@@ -128,6 +129,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             };
             const py::gil_scoped_release release;
             reducer.on_averaged(std::move(call));
+          },
+          py::arg("callback"))
+      .def(
+          "ask_layers",
+          [](Reducer& reducer, py::object callback) {
+            reducer.ask_layers([callback = held(std::move(callback))](size_t parameter) {
+              const py::gil_scoped_acquire acquire;
+              return (*callback)(parameter).cast<bool>();
+            });
           },
           py::arg("callback"))
       .def_property_readonly("progress",
@@ -187,6 +197,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("windows"), py::arg("first") = 0, no_gil)
       .def(
           "sampled", [](Reducer& reducer) { return reducer.observer()->sampler().last(); }, no_gil)
+      .def("forget_sums", &Reducer::forget_sums, no_gil)
       .def("never_averaged", &Reducer::never_averaged, no_gil)
       .def("averaged", &Reducer::averaged, no_gil)
       .def(

@@ -1,6 +1,7 @@
 #include "bucket/bucket.h"
 
 #include <ATen/ops/add.h>
+#include <ATen/ops/sub.h>
 
 #include <utility>
 
@@ -110,6 +111,7 @@ void Bucket::add_to_main(size_t member) {
   auto& arrived = layout[member].like.mutable_grad();
   check_gradient(member, arrived);
   settle(member, /*exclusive=*/false);
+  if (!arrived.defined()) return;  // a layer has added to the main gradient
   held(member).add_(arrived);
   arrived.reset();
 }
@@ -142,6 +144,7 @@ void Bucket::use_placeholder(size_t member, bool counts) {
   placeholder.was_empty = !gradient.defined();
   if (placeholder.was_empty) return;
   auto copy = layout.empty_gradient(member).copy_(gradient);
+  placeholder.before = copy.clone();
   window.producers.note(device());
   if (!wire.has(gradient)) {
     placeholder.gradient = counts ? std::move(copy) : copy.zero_();
@@ -161,6 +164,7 @@ void Bucket::note_unexpected(size_t member, const at::Tensor& incoming) {
   auto& state = window[member];
   if (!state.has_placeholder() || state.placeholder->was_empty) return;
   auto& unexpected = state.placeholder->unexpected;
+  if (!incoming.defined()) return void(unexpected = at::sub(held(member), state.placeholder->before));
   const auto gradient = incoming.to(layout.form().dtype_of(layout[member].like));
   unexpected = unexpected.defined() ? at::add(unexpected, gradient) : gradient;
 }

@@ -80,7 +80,7 @@ class Bucket {
   // Between the microbatches of a window: moves the gradient into the wire, if it may live there. The next microbatch is added to
   // it there. It must be `exclusive`, except with gradient_as_bucket_view and for main gradients. Note [Main gradients].
   void settle(size_t member, bool exclusive);
-  // Adds `parameter.grad`, which has to be defined, to the main gradient, and frees it.
+  // Adds `parameter.grad`, if there is one, to the main gradient, and frees it.
   void add_to_main(size_t member);
   // Moves the main gradient into the wire, if it may live there. A new main gradient is zero.
   void place_main(size_t member);
@@ -100,7 +100,7 @@ class Bucket {
       use_placeholder(member, counts(layout.parameter(member)));
     }
   }
-  // A gradient came nevertheless: autograd has added `incoming` to what the parameter had.
+  // A gradient came nevertheless: autograd has added `incoming` to what the parameter had. Undefined: a layer has written it.
   void note_unexpected(size_t member, const at::Tensor& incoming);
   // The gradient that the placeholder leaves out; undefined: none.
   at::Tensor left_out(size_t member) const;

@@ -19,6 +19,7 @@ namespace fastddp {
 // the exchange writes it. At the end it replaces the gradient, or is dropped.
 struct Placeholder {
   at::Tensor gradient;     // what travels; undefined: zeros, and nothing has come back yet
+  at::Tensor before;       // what the gradient was; undefined: there was none
   at::Tensor unexpected;   // gradients that came for the parameter nevertheless
   bool was_empty = false;  // there was no gradient when the placeholder began
   bool is_over = false;    // the placeholder is resolved; its memory stays until the next window, when it has been read

@@ -4,7 +4,7 @@ namespace fastddp {
 namespace {
 
 uint32_t version_of(const at::Tensor& gradient) {
-  return gradient.unsafeGetTensorImpl()->version_counter().current_version();
+  return !gradient.defined() || gradient.is_inference() ? 0 : static_cast<uint32_t>(gradient._version());
 }
 
 }  // namespace
@@ -13,14 +13,17 @@ void GradientMark::set(const at::Tensor& gradient) {
   if (tensor_._unsafe_get_target() != gradient.unsafeGetTensorImpl()) {
     tensor_ = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(gradient.getIntrusivePtr());
   }
-  if (gradient.defined()) version_ = version_of(gradient);
+  version_ = version_of(gradient);
+}
+
+bool GradientMark::is_untouched(const at::Tensor& gradient) const {
+  return tensor_._unsafe_get_target() == gradient.unsafeGetTensorImpl() && version_ == version_of(gradient);
 }
 
 bool GradientMark::still_holds(const at::Tensor& gradient) const {
   if (!gradient.defined()) return false;
-  const auto* const marked = tensor_._unsafe_get_target();
-  if (marked == c10::UndefinedTensorImpl::singleton()) return true;
-  return (marked == gradient.unsafeGetTensorImpl() && version_ == version_of(gradient)) || holds_anything(gradient);
+  const bool is_marked = tensor_._unsafe_get_target() != c10::UndefinedTensorImpl::singleton();
+  return !is_marked || is_untouched(gradient) || holds_anything(gradient);
 }
 
 bool holds_anything(const at::Tensor& gradient) {

@@ -11,8 +11,12 @@ namespace fastddp {
 // numbers tell: where all are zero it was removed, and anything else (clipping, say) has changed it.
 class GradientMark {
  public:
+  GradientMark() = default;
+  explicit GradientMark(const at::Tensor& gradient) { set(gradient); }
   // Undefined: nothing is marked.
   void set(const at::Tensor& gradient);
+  // Whether nobody has replaced it or written to it, past us or by us.
+  bool is_untouched(const at::Tensor& gradient) const;
   // True if nothing was marked and there is a gradient. If somebody has written to it, the host waits for its device.
   bool still_holds(const at::Tensor& gradient) const;
 

@@ -89,7 +89,7 @@ class Exchange {
   // kStatusRoom numbers, which ranks add up. status_tick() is the tick in which it does; none: it has to travel by itself. Then
   // `write` is called with the room when all else is in the message, also if the tick is abandoned. When the bucket has been
   // finished or recovered, take_status() returns the sums over ranks times `factor`.
-  static constexpr int64_t kStatusRoom = 86;
+  static constexpr int64_t kStatusRoom = 102;
   virtual std::optional<size_t> status_tick() const { return std::nullopt; }
   using WriteStatus = std::function<void(const at::Tensor& room)>;
   virtual void status_is_written_by(WriteStatus write) {}

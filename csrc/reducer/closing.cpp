@@ -51,6 +51,7 @@ WindowStatus::Said Closing::said(const Exchange& exchange) const {
   said.window = saying_.window;
   said.forwards = window_.forwards();
   said.lost_a_backward = saying_.lost_a_backward;
+  said.scale = said.forwards > 0 ? saying_.scale : 0;
   if (window_.ends_with_backward()) {
     said.used = saying_.failed ? std::vector<Used>(buckets_.parameters().size(), Used::no) : used_here();
   }

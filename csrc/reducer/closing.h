@@ -50,6 +50,7 @@ class Closing {
     bool failed = false;
     bool lost_a_backward;                   // it may have
     const LocalGradients* local = nullptr;  // null unless gradients are measured
+    float scale = 0;                        // as WindowStatus::Said::scale
   };
   void say(const Saying& saying) { saying_ = saying; }
   void write_status(const Exchange& exchange, const at::Tensor& room);

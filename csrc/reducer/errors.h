@@ -16,6 +16,10 @@ constexpr auto kMainGradientIsGone =
     "DistributedDataParallel with that option has the same parameter and has taken it; or a hook has, or a context of "
     "torch.distributed.autograd. Wrap parameters once, or with main_grads=\"grad\".";
 
+constexpr auto kWrittenIntoSum =
+    " has a gradient that a layer may have added to itself, and that holds a sum over ranks (gradient_average=\"sum\"), which "
+    "would count once for each rank. Call model.zero_grad() after each step.";
+
 // In torch's words: people and frameworks search logs for them.
 constexpr auto kUsageChanged =
     " got a gradient on this rank, but none in the first step. Your training graph has changed in this iteration, and "
@@ -56,5 +60,9 @@ constexpr auto kMainGradientsOfTwo =
     "fastddp: another DistributedDataParallel of this process averages gradients of the same parameters in this backward, and "
     "with main_grads=\"main_grad\" the first one takes them out of parameter.grad. Wrap with main_grads=\"grad\", "
     "or wrap these parameters once.";
+
+constexpr auto kShardsOfTwo =
+    "fastddp: another DistributedDataParallel of this process averages gradients of the same parameters in this backward, and "
+    "with a ShardedOptimizer this one keeps a part of them only. Wrap these parameters once.";
 
 }  // namespace fastddp

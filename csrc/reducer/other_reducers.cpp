@@ -1,5 +1,7 @@
 #include "reducer/other_reducers.h"
 
+#include <torch/csrc/autograd/variable.h>
+
 #include <algorithm>
 #include <mutex>
 #include <unordered_map>
@@ -12,7 +14,6 @@ namespace {
 struct Holders {
   std::mutex mutex;
   std::unordered_map<const at::TensorImpl*, std::vector<const Reducer*>> of;
-  size_t shared = 0;  // parameters with more than one reducer
   std::vector<const Reducer*> reducers;
 };
 
@@ -28,9 +29,7 @@ OtherReducers::OtherReducers(const Reducer& own, const std::vector<at::Tensor>& 
   auto& all = holders();
   const std::lock_guard lock(all.mutex);
   for (const auto& parameter : parameters_) {
-    auto& holding = all.of[parameter.unsafeGetTensorImpl()];
-    holding.push_back(&own_);
-    all.shared += holding.size() == 2;
+    all.of[parameter.unsafeGetTensorImpl()].push_back(&own_);
   }
   all.reducers.push_back(&own_);
 }
@@ -43,7 +42,6 @@ OtherReducers::~OtherReducers() {
     const auto found = all.of.find(parameter.unsafeGetTensorImpl());
     auto& holding = found->second;
     holding.erase(std::ranges::find(holding, &own_));
-    all.shared -= holding.size() == 1;
     if (holding.empty()) all.of.erase(found);
   }
 }
@@ -51,10 +49,13 @@ OtherReducers::~OtherReducers() {
 bool OtherReducers::read_gradients() const {
   auto& all = holders();
   const std::lock_guard lock(all.mutex);
-  if (all.shared == 0) return false;
   return std::ranges::any_of(parameters_, [&](const auto& parameter) {
-    return std::ranges::any_of(all.of[parameter.unsafeGetTensorImpl()],
-                               [&](const Reducer* other) { return other != &own_ && other->reacts(); });
+    const auto& reducers = all.of[parameter.unsafeGetTensorImpl()];
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+    const bool is_read_by_strangers = accumulator && accumulator->post_hooks().size() > reducers.size();
+    return is_read_by_strangers || std::ranges::any_of(reducers, [&](const Reducer* other) {
+      return other != &own_ && other->reacts();
+    });
   });
 }
 

@@ -27,7 +27,7 @@ class OtherReducers {
   OtherReducers(const OtherReducers&) = delete;
   OtherReducers& operator=(const OtherReducers&) = delete;
 
-  // Whether another reducer now reacts to gradients of these parameters, too.
+  // Whether another reducer now reacts to gradients of these parameters, too, or one that is not fastddp's may: it has a hook.
   bool read_gradients() const;
   // Whether another reducer may now start collectives of the same process group.
   bool share_group() const;

@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <bit>
 #include <optional>
 #include <utility>
 
@@ -59,6 +60,7 @@ void Reducer::begin_window() {
   ticks_.reset();
   local_.reset();
   closing_.reset();
+  reduction_.forget_gradients();
   observer_.window_begins();
 }
 
@@ -180,6 +182,7 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
   backwards_.watch(outputs, [reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->on_backward_begin();
   });
+  if (!backwards_.are_seen_early()) reduction_.remember_gradients();
 }
 
 // --------------------------------------------------------------------------------------------- from a gradient to its bucket
@@ -194,7 +197,7 @@ void Reducer::on_backward_begin() {
   // If every gradient has to come, a backward that brings no gradient of ours is not ours: it trains something upstream.
   if (window_.expects_all()) return;
   const bool begins_another = window_.is(WindowState::finished) && window_.ends_with_backward();
-  if (begins_another || window_.is(WindowState::armed) || window_.is(WindowState::partial)) begin_reduction();
+  if (begins_another || window_.is(WindowState::armed) || window_.is(WindowState::partial)) begin_reduction(/*at_outputs=*/true);
 }
 
 // Notes the outermost backward, not those that reentrant checkpoints run inside it.
@@ -212,14 +215,19 @@ void Reducer::note_backward() {
 // window began after that gradient, a placeholder would take it for an older one, and it would be averaged twice.
 void Reducer::before_gradient(size_t parameter, bool is_defined) {
   if (shared_sums_.are_there()) {
+    const bool by_layer = !is_defined || (buckets_.form().in_main_grad && ask_layer_(parameter));
     const std::lock_guard lock(mutex_);
-    shared_sums_.zero(buckets_, parameter);
+    shared_sums_.zero(buckets_, parameter, by_layer);
   }
   if (is_unstepped_ && looked_in_ != Backwards::number()) {  // most calls do without the lock
     const std::lock_guard lock(mutex_);
     look_for_skipped_step();
   }
   if (window_.may_begin()) begin_with_gradient();
+  if (!window_.expects_all()) {
+    const std::lock_guard lock(mutex_);
+    if (window_.is(WindowState::reducing)) reduction_.look_at(parameter);
+  }
   if (!is_defined || !buckets_.are_sharded()) return;
   const std::lock_guard lock(mutex_);
   const c10::AutoGradMode no_grad(false);
@@ -241,12 +249,15 @@ void Reducer::begin_with_gradient() {
 }
 
 void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {
+  // To ask for each gradient takes Python too long where no layer is expected to answer.
+  const bool asks = buckets_.form().in_main_grad || !incoming.defined() || std::has_single_bit(window_.ended() + 1);
+  const bool by_layer = asks && ask_layer_(parameter);
   const std::lock_guard lock(mutex_);
   const Interruption::Scope interruptible(*interruption_, buckets_.device());
   const Range range("gradient", buckets_.name(parameter), buckets_.place(parameter).bucket);
   const c10::AutoGradMode no_grad(false);
-  if (buckets_.form().in_main_grad && incoming.defined()) {
-    TORCH_CHECK(buckets_.parameters()[parameter].grad().defined(), "fastddp: ", buckets_.describe(parameter),
+  if (buckets_.form().in_main_grad && (incoming.defined() || by_layer)) {
+    TORCH_CHECK(by_layer || buckets_.parameters()[parameter].grad().defined(), "fastddp: ", buckets_.describe(parameter),
                 kMainGradientIsGone, see("FD008"));
     buckets_.add_to_main(parameter);
     exclusive = false;
@@ -257,6 +268,7 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   if (window_.is(WindowState::reducing) && !backwards_.last().runs()) notice_failure();
   if (window_.is(WindowState::failed)) return;
   if (!window_.is(WindowState::reducing)) return on_local_gradient(parameter, exclusive);
+  if (by_layer) reduction_.note_written(parameter);
   reduction_.on_gradient(parameter, incoming, exclusive);
 }
 
@@ -277,7 +289,7 @@ void Reducer::on_local_gradient(size_t parameter, bool exclusive) {
   });
 }
 
-void Reducer::begin_reduction() {
+void Reducer::begin_reduction(bool at_outputs) {
   note_backward();
   if (window_.is(WindowState::failed)) return;
   look_for_skipped_step();
@@ -285,6 +297,7 @@ void Reducer::begin_reduction() {
   apply(WindowEvent::reduce);
   observer_.reduction_begins(buckets_.size());
   if (closing_.status_rides(ticks_.exchange())) ticks_.wait_before(ticks_.exchange().status_tick());
+  if (at_outputs) reduction_.remember_gradients();
   reduction_.begin();
 }
 
@@ -296,6 +309,7 @@ void Reducer::on_backward_end() {
   const Observer::Backward ends(observer_);
   const Interruption::Scope interruptible(*interruption_, buckets_.device());
   if (!window_.is(WindowState::reducing)) return;
+  reduction_.take_unseen();
   const Conductor::Turn turn(conductor_, mutex_);
   if (window_.ends_with_backward()) {
     reduction_.complete_all_buckets();
@@ -313,7 +327,8 @@ void Reducer::finish_window() {
   local_.measure_beside_buckets();
   closing_.say({.window = window_.ended(),
                 .lost_a_backward = backwards_.lost_one(),
-                .local = local_.are_watched() ? &local_ : nullptr});
+                .local = local_.are_watched() ? &local_ : nullptr,
+                .scale = loss_scale_});
   const Observer::Waits waits(observer_, ticks_.next());
   ticks_.tick_to_the_end();
   auto& exchange = ticks_.exchange();
@@ -339,7 +354,7 @@ void Reducer::finish_window() {
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) buckets_.mark(parameter);
   is_unstepped_ = !stepped_in_window_;
   if (exchange.group() != nullptr) {
-    shared_sums_.note(weighting_, exchange.group()->getRank(), window_, buckets_.parameters().size());
+    shared_sums_.note(weighting_, exchange.group()->getRank(), window_, buckets_);
   }
   if (std::exchange(stepped_in_window_, false)) exchange.keep();
   observer_.window_finished();

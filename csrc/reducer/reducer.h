@@ -86,6 +86,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // them.
   void on_averaged(Averaged::Callback callback);
 
+  // Note [Layers that write gradients], reduction.h. Called without the lock, after autograd has accumulated a gradient: returns
+  // whether the layer has added to the main gradient, and then drops what autograd was given instead.
+  using AskLayer = std::function<bool(size_t parameter)>;
+  void ask_layers(AskLayer ask) { ask_layer_ = std::move(ask); }
+
+  // A GradScaler has scaled losses by this, whose backward comes next; 0: not known.
+  void note_loss_scale(float scale) {
+    const std::lock_guard lock(mutex_);
+    loss_scale_ = scale;
+  }
+
   // Ends this rank's waits for others, and all further use; it may outlive this object.
   std::shared_ptr<Interruption> interruption() const { return interruption_; }
 
@@ -138,6 +149,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
                       const std::vector<at::Tensor>& notices);
 
+  // `zero_grad` of the wrapper has removed gradients, or set them to zero.
+  void forget_sums() {
+    const std::lock_guard lock(mutex_);
+    shared_sums_.forget();
+  }
+
   void set_exchange(std::shared_ptr<Exchange> exchange);
 
   // Where the wires of coming exchanges come from; null: ordinary memory. Otherwise wires of a new plan wait for its exchange.
@@ -149,6 +166,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Parameters whose gradients no longer reach this object, because autograd has dropped the hooks.
   std::vector<size_t> parameters_without_hook() const { return hooks_.lost(buckets_.parameters()); }
+
+  // Whether nobody else has hooks that run after autograd has accumulated a gradient of these parameters.
+  bool hooks_are_alone() const { return hooks_.are_alone(); }
 
   void remove_hooks() { hooks_.remove(); }
 
@@ -168,7 +188,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void look_for_skipped_step();
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
   void on_local_gradient(size_t parameter, bool exclusive);
-  void begin_reduction();
+  void begin_reduction(bool at_outputs = false);
 
   // The end of a backward.
   void on_backward_end();
@@ -197,6 +217,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::shared_ptr<const RegisteredMemory> memory_;  // null: ordinary memory
   std::vector<size_t> movable_;                     // parameters whose gradients move into the next exchange's wires
   Weighting weighting_;
+  float loss_scale_ = 1.0;
   Observer observer_;
   Ticks ticks_;
   SharedSums shared_sums_;
@@ -204,6 +225,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   LocalGradients local_;
   Closing closing_;
   Failure failure_;
+  AskLayer ask_layer_ = [](size_t) { return false; };
   GradHooks hooks_;  // last: they call the members above
 };
 

@@ -24,24 +24,57 @@ Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, T
       conductor_(conductor),
       shared_sums_(shared_sums),
       lock_(lock),
-      others_(reducer, buckets.parameters()) {}
+      others_(reducer, buckets.parameters()),
+      written_(buckets.parameters().size()) {}
+
+void Reduction::remember_gradients() {
+  remembered_.clear();
+  if (window_.expects_all()) return;
+  for (size_t parameter = 0; parameter < written_.size(); ++parameter) {
+    remembered_.emplace_back(buckets_.gradient(parameter));
+  }
+}
+
+void Reduction::forget_gradients() {
+  remembered_.clear();
+  written_.assign(written_.size(), false);
+}
+
+void Reduction::look_at(size_t parameter) {
+  const auto& gradient = buckets_.gradient(parameter);
+  if (remembered_.empty() || !gradient.defined()) return;
+  written_[parameter] = written_[parameter] || !remembered_[parameter].is_untouched(gradient);
+}
+
+void Reduction::take_unseen() {
+  for (size_t parameter = 0; parameter < remembered_.size(); ++parameter) {
+    if (window_.arrival(parameter) == Arrival::synchronised) continue;
+    look_at(parameter);
+    if (written_[parameter]) on_gradient(parameter, {}, held_by_parameter_alone(buckets_.gradient(parameter)));
+  }
+}
 
 void Reduction::begin() {
   forget_removed();
+  // Placeholders may give parameters another gradient.
+  for (size_t parameter = 0; parameter < remembered_.size(); ++parameter) look_at(parameter);
   const bool in_company = shares_order_ || others_.share_group();
   starts_at_end_ = window_.is_learning() || (window_.ends_with_backward() && in_company);
-  const bool others_read = others_.read_gradients();
+  const bool others_read = !reducer_.hooks_are_alone() && others_.read_gradients();
   TORCH_CHECK(!others_read || !buckets_.form().as_bucket_view, kViewsInTwoWires, see("FD013"));
   TORCH_CHECK(!others_read || !buckets_.form().in_main_grad, kMainGradientsOfTwo, see("FD013"));
+  TORCH_CHECK(!others_read || !buckets_.are_sharded(), kShardsOfTwo, see("FD013"));
   const bool lives_in_wires = buckets_.form().as_bucket_view || buckets_.form().in_main_grad;
   const bool stay = others_read || (Backwards::is_for_a_choice() && !lives_in_wires);
   for (auto& bucket : buckets_.all()) bucket.window.left_in_place = stay;
-  if (window_.expects_all() || window_.is_learning()) return;
+  if (window_.expects_all()) return;
+  if (window_.is_learning()) return remember_gradients();
   const c10::AutoGradMode no_grad(false);
   for (auto& bucket : buckets_.all()) {
     bucket.use_placeholders([&](size_t member) { return !window_.waits_for(bucket.layout.parameter(member)); },
                             counts());
   }
+  remember_gradients();
   start_complete_buckets();
 }
 
@@ -56,7 +89,7 @@ void Reduction::forget_removed() {
 void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {
   const auto hook = window_.count_hook(parameter);
   // Hooks also run in parts of the graph that the loss does not depend on. They have nothing to accumulate.
-  const bool is_gradient = incoming.defined() || window_.expects_all();
+  const bool is_gradient = incoming.defined() || written_[parameter] || window_.expects_all();
   if (is_gradient) {
     check_expected(parameter, hook);
     const bool is_gone = incoming.defined() && !buckets_.gradient(parameter).defined();
@@ -69,7 +102,9 @@ void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool e
   auto& bucket = buckets_[index];
   bucket.window.producers.note(bucket.device());
   if (hook == Window::Hook::last) complete(parameter, exclusive);
-  if (hook == Window::Hook::unexpected && incoming.defined()) bucket.note_unexpected(member, incoming);
+  if (hook == Window::Hook::unexpected && is_gradient) {
+    bucket.note_unexpected(member, written_[parameter] ? at::Tensor() : incoming);
+  }
 }
 
 void Reduction::check_expected(size_t parameter, Window::Hook hook) const {

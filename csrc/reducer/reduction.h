@@ -32,7 +32,19 @@ class Reduction {
   // The window reduces from now on.
   void begin();
 
-  // Autograd has accumulated `incoming`; see GradHooks.
+  // Note [Layers that write gradients]
+  // A layer may add to a gradient itself, and give autograd nothing. Where not all gradients are expected, such a gradient is
+  // told from one that has not come by its tensor and version: they are not what they were before backward.
+  void remember_gradients();
+  void forget_gradients();
+  // Before autograd adds to a gradient: a layer may have written it by now.
+  void look_at(size_t parameter);
+  // A layer says that it has written the gradient.
+  void note_written(size_t parameter) { written_[parameter] = true; }
+  // Backward has ended: takes what layers have written to gradients that autograd knows nothing of.
+  void take_unseen();
+
+  // Autograd has accumulated `incoming`, if it is defined; see GradHooks.
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
 
   // The parameters that the window waits for and that have no gradient, not even a local one.
@@ -65,6 +77,8 @@ class Reduction {
   const SharedSums& shared_sums_;
   std::mutex& lock_;
   const OtherReducers others_;
+  std::vector<GradientMark> remembered_;  // by parameter; empty: what gradients were is not known
+  std::vector<bool> written_;              // by parameter
   bool shares_order_ = false;
   bool starts_at_end_ = false;  // this window's buckets start when backward has ended
 };

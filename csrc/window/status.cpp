@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
@@ -52,14 +53,15 @@ struct Header {
   Value forwards;    // of the window
   Value not_finite;  // the rank whose gradients are not finite
   Value model;
-  float even = 0;  // a wire of complex gradients is pairs of numbers
+  Value scale;  // of losses, folded to 16 bits
 
   bool is_mixed() const { return model.is_set() && !model.get(); }
 };
 constexpr auto kOfValue = static_cast<int64_t>(sizeof(Value) / sizeof(float));
 constexpr auto kHeader = static_cast<int64_t>(sizeof(Header) / sizeof(float));
 constexpr auto kNotFinite = static_cast<int64_t>(offsetof(Header, not_finite) / sizeof(float));
-static_assert(kHeader == 5 * kOfValue + 1 && kOfValue == 1 + static_cast<int64_t>(kBits));
+// A wire of complex gradients is pairs of numbers.
+static_assert(kHeader == 6 * kOfValue && kHeader % 2 == 0 && kOfValue == 1 + static_cast<int64_t>(kBits));
 
 // Without the roundings of a wire, and of a collective that divides. `sums`: fp32 on the host.
 std::vector<float> counts_of(const at::Tensor& sums, double factor) {
@@ -88,6 +90,10 @@ std::optional<std::string> trouble(const Header& found) {
            on_rank(found.lost) +
            " before it reached the model, and that is now a step behind the others; it failed there";
   }
+  if (found.scale.is_set() && !found.scale.get()) {
+    return "had losses that GradScalers have scaled by different numbers on different ranks (was one loaded from a "
+           "checkpoint? load its state on all of them)";
+  }
   return std::nullopt;
 }
 
@@ -108,6 +114,10 @@ const at::Tensor& WindowStatus::on_device(const Said& said, c10::Device device) 
   if (said.lost_a_backward) header.lost.set(rank);
   if (said.forwards > 0) header.forwards.set(std::min(said.forwards, kMost));
   if (said.not_finite || said.not_finite_count.defined()) header.not_finite.set(rank);
+  if (said.scale > 0) {
+    const auto bits = std::bit_cast<uint32_t>(said.scale);
+    header.scale.set((bits >> kBits) ^ (bits & kMost));
+  }
   if (said.model > 0) header.model.set(std::min(said.model, kMost));
   Numbers numbers(static_cast<size_t>(kHeader));
   std::memcpy(numbers.data(), &header, sizeof(Header));

@@ -51,6 +51,7 @@ class WindowStatus {
     size_t window = 0;             // of the model
     size_t forwards = 0;           // of the window; 0: this rank has no part in it
     bool lost_a_backward = false;  // it may have
+    float scale = 0;               // of this rank's losses, by a GradScaler; 0: not known
     bool not_finite = false;       // gradients of this rank are not, or their sum over ranks may not be
     at::Tensor not_finite_count;   // replaces the field above where the device knows: greater than 0 if some are not
     std::vector<Used> used;        // empty where it is known beforehand
@@ -59,7 +60,7 @@ class WindowStatus {
   // For a status that travels with gradients, on the CPU: writes what this rank says, without `used`, to the kNumbers elements
   // of `place`.
   void write(c10d::ProcessGroup& group, const at::Tensor& place, const Said& said);
-  static constexpr int64_t kNumbers = 86;
+  static constexpr int64_t kNumbers = 102;
   // The ranks' sums, times `factor`, are in `sums`. The current stream has waited for them.
   void came(const at::Tensor& sums, double factor);
   bool is_sent() const { return group_ != nullptr; }

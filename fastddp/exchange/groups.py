@@ -110,9 +110,12 @@ def _twin(process_group: dist.ProcessGroup, device: torch.device) -> dist.Proces
 
 
 def ranks_name_groups_alike(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks would give a new group the same name, which torch makes of a rank's number of groups."""
-    count = len(dist.distributed_c10d._world.pg_names)
-    return sum(greatest([count, -count], process_group, device)) == 0
+    """Whether all ranks would give a new group the same name, which torch makes of a rank's number of groups.
+
+    No rank can make one in a process without a default group.
+    """
+    count = len(dist.distributed_c10d._world.pg_names) if dist.is_initialized() else 0
+    return greatest([count, -count], process_group, device) == [count, -count] != [0, 0]
 
 
 def _splits(parent: dist.ProcessGroup, device: torch.device) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -102,9 +102,37 @@ class MainGradients:
                 _give_back(parameter)
 
     def set_zero(self, parameters: Iterable[Tensor]) -> None:
-        """Zero the gradients in place, if they are in ``main_grad``."""
+        """Zero the gradients in place, if they are in ``main_grad``. No layer has added to them then."""
         if self.are_apart:
             torch._foreach_zero_([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
+            for parameter in parameters:
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def hear_layers(self, parameters: NamedParameters) -> Callable[[int], bool]:
+        """What the reducer asks after autograd has run a parameter's hook: has the layer added to ``main_grad``?
+
+        Megatron's layers say so by ``grad_added_to_main_grad``, and hand autograd a tensor without meaning. That is
+        dropped, unless ``zero_out_wgrad`` says that it is zeros, to which another use of the parameter may have added.
+
+        Raises:
+            RuntimeError: (the callable) a layer has added to a ``main_grad`` that is not averaged.
+        """
+
+        def has_added(index: int) -> bool:
+            parameter: Any = parameters.tensors[index]
+            added = getattr(parameter, "grad_added_to_main_grad", False)
+            is_alone = parameter.grad is None and getattr(parameter, "main_grad", None) is not None
+            if not self.are_apart and (added or is_alone):
+                raise RuntimeError(
+                    f"fastddp: a layer has added the gradient of parameter {parameters.names[index]} to its main_grad, "
+                    "as those of Megatron and Transformer Engine do, and it would stay on this rank. Wrap the module "
+                    'with main_grads="main_grad", or build the layer without fused accumulation.' + see("FD049")
+                )
+            if added and not getattr(parameter, "zero_out_wgrad", False):
+                parameter.grad = None
+            return bool(added)
+
+        return has_added
 
 
 def check_optimizer(optimizer: Optimizer, parameters: NamedParameters) -> None:

@@ -89,7 +89,8 @@ class ShardedZero(ShardedOptimizer):
         self._consolidated: dict[str, Any] = {}
         presence.say_on_rank_0(
             f"ZeroRedundancyOptimizer is a fastddp.ShardedOptimizer: {optimizer_class.__name__}, "
-            f"{self.process_group.size()} parts, and parameter.grad has no values after backward"
+            f"{self.process_group.size()} parts, and parameter.grad has no values after backward",
+            self.process_group,
         )
 
     def consolidate_state_dict(self, to: int = 0) -> None:

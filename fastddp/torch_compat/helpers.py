@@ -1,8 +1,12 @@
-"""Helpers of torch's class that serve torch's own reducer, and would break a model with another one."""
+"""Torch's own reducer: helpers of its class that serve it, and wrappers that have it beside one of fastddp's."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NoReturn, TypeVar
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastddp.errors import see
 
@@ -45,3 +49,16 @@ def _refusal(name: str) -> Any:
 
     refuse.__name__ = name
     return refuse
+
+
+def check_beside_torchs(other: object, parameters: Collection[Tensor]) -> None:
+    """Raise RuntimeError if ``other`` is torch's wrapper of some of these parameters, and moves their gradients."""
+    has_torchs_reducer = isinstance(other, TorchDDP) and "engine" not in vars(other)
+    if not has_torchs_reducer or not other.gradient_as_bucket_view:  # type: ignore[attr-defined]
+        return
+    if not {id(parameter) for parameter in parameters}.isdisjoint(map(id, other.parameters())):  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "A DistributedDataParallel of torch's, with gradient_as_bucket_view=True, is around or inside this one, "
+            "and a gradient lives in the buckets of one of them only. Make it without gradient_as_bucket_view, or wrap "
+            "these parameters once." + see("FD013")
+        )

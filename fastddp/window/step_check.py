@@ -73,8 +73,19 @@ def _notice_skipped_steps() -> None:
                 steps.was_skipped(optimizer)
         return result
 
+    scale: Any = GradScaler.scale
+
+    @functools.wraps(scale)
+    def scale_and_tell(scaler: GradScaler, outputs: Any) -> Any:
+        is_first = getattr(scaler, "_scale", None) is None
+        scaled = scale(scaler, outputs)
+        for steps in tuple(_ALL_STEPS):
+            steps.loss_is_scaled(scaler, is_first)
+        return scaled
+
     step_and_tell.tells_of_skipped_steps = True  # type: ignore[attr-defined]
     GradScaler.step = step_and_tell  # type: ignore[assignment, method-assign]
+    GradScaler.scale = scale_and_tell  # type: ignore[assignment, method-assign]
 
 
 class _Steps:
@@ -110,6 +121,12 @@ class _Steps:
         """A step of this optimizer was skipped."""
         if (now := self._trained_by(optimizer)) is not None:
             now.reducer.discard_step()
+
+    def loss_is_scaled(self, scaler: GradScaler, is_first: bool) -> None:
+        """Ranks compare scales in the window's status; on a device the first one, which needs no wait for it."""
+        if (now := self._now()) is not None:
+            is_known = is_first or now.device.type == "cpu"
+            now.reducer.note_loss_scale(scaler.get_scale() if is_known else 0.0)
 
     def _trained_by(self, optimizer: Optimizer) -> InForce | None:
         """None: the optimizer has none of the model's parameters."""

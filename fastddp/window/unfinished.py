@@ -31,8 +31,9 @@ def give_up(now: InForce, watch: StallWatch | None) -> str:
     elsewhere = None if watch is None else watch.ask_who_has(_PATIENCE)
     silence = _NOBODY_ASKS if watch is None else _STORE_IS_GONE if elsewhere is None else ""
     group = now.process_group
+    changed = _changed(now, missing)
     message = _message(
-        missing, now.setting.names, now.setting.plan, group.rank(), group.size(), elsewhere or {}, silence
+        missing, changed, now.setting.names, now.setting.plan, group.rank(), group.size(), elsewhere or {}, silence
     )
     now.reducer.give_up()
     return message
@@ -47,8 +48,18 @@ def check_not_failed(reducer: Reducer) -> None:
         )
 
 
+def _changed(now: InForce, missing: Sequence[int]) -> dict[int, str]:
+    """By parameter, what was done to it since the module was wrapped."""
+    trained = {id(parameter): parameter.requires_grad for parameter in now.module.parameters()}
+    found = {index: trained.get(id(now.parameters.tensors[index])) for index in missing}
+    return {
+        index: _NOT_THERE if is_trained is None else _FROZEN for index, is_trained in found.items() if not is_trained
+    }
+
+
 def _message(
     missing: Sequence[int],
+    changed: Mapping[int, str],
     names: Sequence[str],
     plan: Buckets,
     rank: int,
@@ -64,7 +75,8 @@ def _message(
     lines = [headline]
     for index in missing[:_MOST_LISTED]:
         place = f"bucket {bucket_of[index]}" if index in bucket_of else "in no bucket"
-        lines.append(f"  parameter {names[index]} (number {index}, {place}): {_where(index, elsewhere, ranks)}")
+        where = _where(index, elsewhere, ranks) + changed.get(index, "")
+        lines.append(f"  parameter {names[index]} (number {index}, {place}): {where}")
     if len(missing) > _MOST_LISTED:
         lines.append(f"  and {len(missing) - _MOST_LISTED} more")
     silent = sorted(set(range(ranks)) - set(elsewhere) - {rank})
@@ -94,6 +106,8 @@ def _where(index: int, elsewhere: Mapping[int, Lack], ranks: int) -> str:
     return ", ".join(known) or "no other rank has said whether it has it"
 
 
+_FROZEN = "; it was frozen after wrapping: wrap the module again"
+_NOT_THERE = "; the module has another parameter in its place, tied after wrapping for example: wrap the module again"
 _NOBODY_ASKS = "Other ranks were not asked what they have, because stalls are not watched: Watch(stall=None)."
 _STORE_IS_GONE = (
     "Other ranks could not be asked what they have: the store of the process group does not answer. The process that "

@@ -55,6 +55,61 @@ def calls_allreduce(state: object, bucket: dist.GradBucket) -> torch.futures.Fut
     return torchs_hooks.allreduce_hook(None, bucket)
 
 
+class AddsToMainGrad(torch.autograd.Function):
+    """As Megatron's layers: adds to ``main_grad``, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, says_so: bool) -> Tensor:
+        ctx.weight, ctx.says_so = weight, says_so
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.weight.main_grad.add_(1.0)
+        if ctx.says_so:
+            ctx.weight.grad_added_to_main_grad = True
+        without_meaning = torch.full_like(ctx.weight, 0.0 if hasattr(ctx.weight, "zero_out_wgrad") else 7.0)
+        return None, without_meaning if ctx.says_so else None, None
+
+
+class Fused(nn.Module):
+    """A layer with that protocol, and one without it that may share its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, says_so: bool = True, ties: bool = False) -> Tensor:
+        fused = AddsToMainGrad.apply(x, self.weight, says_so).sum()
+        return fused + (2 * self.weight).sum() if ties else fused
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"main_grads": "grad"}], ids=str)
+@pytest.mark.parametrize("says_so", [True, False])
+@on_ranks(2)
+def test_a_layer_that_adds_to_a_main_grad_which_is_not_averaged_is_named(
+    rank: int, options: dict[str, Any], says_so: bool
+) -> None:
+    model = fastddp.DistributedDataParallel(Fused(), **options)
+    model.module.weight.main_grad = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"added the gradient of parameter weight to its main_grad(.|\n)*FD049"):
+        model(torch.ones(3), says_so).backward()
+
+
+@on_ranks(2)
+def test_the_flag_of_a_layer_is_reset_by_zero_grad_and_zeros_keep_what_others_have_added(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(Fused(), main_grads="main_grad")
+    weight = model.module.weight
+    assert weight.grad_added_to_main_grad is False
+    model(torch.ones(3)).backward()
+    assert (weight.main_grad.tolist(), weight.grad, weight.grad_added_to_main_grad) == ([1.0] * 3, None, True)
+    model.zero_grad()
+    assert weight.grad_added_to_main_grad is False
+    weight.zero_out_wgrad = True
+    model(torch.ones(3), ties=True).backward()
+    assert (weight.main_grad.tolist(), weight.grad) == ([3.0] * 3, None)
+
+
 @ATTRIBUTES
 @pytest.mark.parametrize(("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)], ids=str)
 @pytest.mark.parametrize("hook", [None, calls_allreduce], ids=["", "a hook written for torch"])

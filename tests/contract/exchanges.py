@@ -187,12 +187,38 @@ def scale(rank: int, window: int) -> float:
 AFTER_THE_LAST = -1  # gradient: where the input of the model comes from
 
 
+class WritesItself(torch.autograd.Function):
+    """A layer that writes the gradient of its weight, and gives autograd none, or one without meaning."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, wave: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(x, wave)
+        return x * (weight * wave).sum()
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
+        (x, wave), weight = ctx.saved_tensors, ctx.weight
+        gradient = above * x * wave
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            if weight.grad is None or wave.dim() == 1:  # matrices in place, vectors as another tensor
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
+            else:
+                weight.grad.add_(gradient)
+            return None, None, None
+        weight.main_grad.copy_(gradient) if hasattr(weight, "overwrite_main_grad") else weight.main_grad.add_(gradient)
+        weight.grad_added_to_main_grad = True
+        zero_out = getattr(weight, "zero_out_wgrad", None)
+        return None, None if zero_out is None else torch.full_like(weight, 0.0 if zero_out else 7.0), None
+
+
 class Waves(nn.Module):
     """The gradient of each parameter that is used is the input times its wave."""
 
-    def __init__(self) -> None:
+    def __init__(self, written: Sequence[int] = ()) -> None:
         super().__init__()
         self.own = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
+        self.written = written  # by layers that write gradients themselves
 
     def forward(self, x: Tensor, left_out: Sequence[int] = (), raises_at: int | None = None) -> Tensor:
         if raises_at == AFTER_THE_LAST:
@@ -200,7 +226,11 @@ class Waves(nn.Module):
         total = x * 0
         for number, parameter in enumerate(self.own):
             used = RaisesInBackward.apply(parameter) if number == raises_at else parameter
-            if number not in left_out:
+            if number in left_out:
+                continue
+            if number in self.written:
+                total = total + WritesItself.apply(x, used, wave(number).to(used))
+            else:
                 total = total + x * (used * wave(number).to(used)).sum()
         return RaisesInBackward.apply(total) if raises_at == len(SHAPES) else total
 
@@ -208,7 +238,15 @@ class Waves(nn.Module):
 class Training:
     """A model of a bucket a parameter, over one exchange."""
 
-    def __init__(self, rank: int, exchange: Exchange, state: Any = None, dtype: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        exchange: Exchange,
+        state: Any = None,
+        dtype: Any = None,
+        written: Sequence[int] = (),
+        **options: Any,
+    ) -> None:
         if exchange.device == fake_cuda.DEVICE:
             fake_cuda.schedule("lazy")
         self.rank, self.exchange = rank, exchange
@@ -219,7 +257,7 @@ class Training:
             options |= {"lazy_bucket_allocation": True}
         with nodes_of_two(rank):
             self.model = fastddp.DistributedDataParallel(
-                Waves().to(exchange.device, dtype),
+                Waves(written).to(exchange.device, dtype),
                 hierarchy=hierarchy,
                 watch=fastddp.Watch(stall=None),
                 **{"bucket_cap_mb": 0} | options,
@@ -235,9 +273,9 @@ class Training:
         x = torch.tensor(scale(self.rank, window) / passes, device=self.exchange.device)
         return self.model(x, *how)
 
-    def step(self, window: int, *how: Any, passes: int = 1) -> list[Tensor | None]:
+    def step(self, window: int, *how: Any, passes: int = 1, set_to_none: bool = True) -> list[Tensor | None]:
         """The averages of a window, of one backward or of several."""
-        self.model.zero_grad()
+        self.model.zero_grad(set_to_none)
         for number in range(passes):
             with self.model.no_sync() if number < passes - 1 else contextlib.nullcontext():
                 self.loss(window, *how, passes=passes).backward()

@@ -67,7 +67,7 @@ def factor(exchange: Exchange, way: str) -> float:
 
 
 def averages_as(exchange: Exchange, way: str) -> bool:
-    if exchange.is_sharded and way == "main_grad":
+    if exchange.is_sharded and way.startswith("main_grad"):
         return False  # which is refused
     if exchange.codec == "Python":  # which divides by itself
         return way not in ("sum", "weights")
@@ -82,6 +82,48 @@ def test_averages_are_right_and_the_same_bits_on_all_ranks_37002(
     for window in range(WINDOWS):
         expected = [factor(exchange, way) * mean for mean in means(exchange, window)]
         assert_averages([of_rank[window] for of_rank in of_ranks], expected, exchange.rounding)
+
+
+WRITTEN = (0, 1, 3, 4)
+LAYERS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "sum": {"gradient_average": "sum"},
+    "main_grad": {"main_grads": "main_grad"},
+    "main_grad in fp32": {"main_grads": "main_grad", "dtype": torch.bfloat16},
+    "main_grad, unused": {"main_grads": "main_grad", "find_unused_parameters": True},
+    "main_grad, static": {"main_grads": "main_grad", "static_graph": True},
+}
+
+
+def written_by_layers(rank: int, exchange: Exchange, way: str) -> list[list[Tensor | None]]:
+    """Averages; the first parameters take each form of Megatron's protocol, and one is often left out."""
+    training = Training(rank, exchange, written=WRITTEN, **LAYERS[way])
+    training.model.module.own[0].zero_out_wgrad = True
+    training.model.module.own[1].zero_out_wgrad = False
+    found = []
+    for window in range(WINDOWS):
+        alone = (1, 4) if "unused" in way and window % 2 == rank else ()
+        if window == 2:
+            training.model.module.own[4].overwrite_main_grad = True  # by each pass
+        in_place = window > 1 and not exchange.is_sharded  # sharded, there is nothing in .grad to add to
+        found.append(training.step(window, alone, passes=2 if window == 1 else 1, set_to_none=not in_place))
+    return found
+
+
+@pytest.mark.tier("slow", but_one_in=40)
+@pytest.mark.parametrize(("exchange", "way"), exchanges_and(list(LAYERS), fits=averages_as))
+def test_a_layer_writes_its_gradient_itself(pools: dict[str, RankPool], exchange: Exchange, way: str) -> None:
+    of_ranks = exchange.run(pools, written_by_layers, way)
+    for window in range(WINDOWS):
+        ranks = range(exchange.ranks)
+        using = [rank for rank in ranks if "unused" not in way or window % 2 != rank]
+        users = {number: using if number in (1, 4) else ranks for number in range(len(SHAPES))}
+        expected = [factor(exchange, way) * mean for mean in means(exchange, window, users.__getitem__)]
+        assert_averages([of_rank[window] for of_rank in of_ranks], expected, 2 * exchange.rounding)
 
 
 def left_out(rank: int) -> tuple[int, ...]:

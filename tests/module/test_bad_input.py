@@ -19,6 +19,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecisi
 from torch.nn.utils.parametrizations import orthogonal
 
 import fastddp
+from fastddp import comm_hooks
 from fastddp.errors import see
 from on_ranks import of_ranks, on_ranks
 
@@ -156,6 +157,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "precision of 8 bits": (lambda: low_precision(None, torch.float8_e4m3fn), "ValueError", "Set reduce_dtype to one"),
     "precision of TorchScript": (in_torchscript, "ValueError", "TorchScript, and 0 is one"),
     "no hook for buffers": (lambda: buffer_hook("hook", BEFORE), "TypeError", "must be callable, got str"),
+    "no such argument": (lambda: wrap(bucket_cap=25), "TypeError", "'bucket_cap'. Did you mean 'bucket_cap_mb'? There"),
+    "no such hook": (lambda: comm_hooks.int8_hook, "AttributeError", "Did you mean 'int8_compress_hook'? There are"),
+    "hook a name": (lambda: wrap().register_comm_hook(None, "int8"), "TypeError", "Did you mean 'int8_compress_hook'?"),
     "no place for buffers": (lambda: buffer_hook(print, "before"), "TypeError", "PRE_FORWARD or POST_FORWARD"),
     "torch's pickle": (load_torchs_wrapper, "RuntimeError", "a wrapper of torch's DistributedDataParallel"),
     "fused optimizer": (lambda: wrap()._register_fused_optim(Nameless), "", "Nameless'> does not have a functional"),

@@ -42,9 +42,9 @@ def test_options_stand_for_arguments_that_a_script_leaves_out(
 @pytest.mark.parametrize(
     ("options", "kind", "what"),
     [
-        ({"hook": "int9"}, ValueError, "no hook 'int9': hooks are fp16, bf16, int8"),
+        ({"hook": "int9"}, ValueError, "no hook 'int9'. Did you mean 'int8'\\? There are fp16, bf16"),
         ({"hook": "powersgd33"}, ValueError, "no hook 'powersgd33'"),
-        ({"hoook": "int8"}, TypeError, "no option 'hoook'. Options are hook, buckets"),
+        ({"hoook": "int8"}, TypeError, "no option 'hoook'. Did you mean 'hook'\\? There are hook, buckets"),
         ({"on_stall": "rise"}, ValueError, "'rise'"),
         ({"gradient_average": "median"}, ValueError, "'median'"),
         ({"hierarchy": "rack"}, ValueError, "'rack'"),

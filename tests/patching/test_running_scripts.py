@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import py_compile
+import socket
 import subprocess
 import sys
 import zipfile
@@ -73,6 +75,8 @@ def test_folders_archives_and_compiled_scripts_run_too(folder: Path) -> None:
     ("arguments", "text"),
     [
         ([], "the following arguments are required: script.py | module"),
+        (["--hooks", "int8", "train.py"], "there is no option --hooks. Did you mean '--hook'? There are --hook, "),
+        (["--on_stall=raise", "train.py"], "there is no option --on_stall. Did you mean '--on-stall'?"),
         (["trian.py", "--lr", "3"], "there is no script 'trian.py' in {} (a module is run with -m)"),
     ],
 )
@@ -109,6 +113,32 @@ if dist.get_rank() == 0:
 dist.barrier()
 dist.destroy_process_group()
 """
+
+
+STARTS_ITS_OWN_RANKS = """
+import os, subprocess, sys
+import torch
+import torch.distributed as dist
+
+if "RANK" not in os.environ:
+    os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+    subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "RANK": "1"})
+dist.init_process_group("gloo")
+torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+"""
+
+
+@pytest.mark.tier("slow")
+def test_ranks_that_a_script_starts_as_new_processes_may_be_without_fastddp(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STARTS_ITS_OWN_RANKS)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    without_launcher = {name: value for name, value in os.environ.items() if name != "RANK"}
+    command = [sys.executable, "-m", "fastddp", "train.py", port]
+    ended = subprocess.run(command, cwd=tmp_path, env=without_launcher, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "Start it with torchrun -m fastddp, or call fastddp.patch() in the script. [FD021" in ended.stderr
 
 
 @pytest.mark.tier("nightly")

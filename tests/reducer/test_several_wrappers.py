@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fake_cuda
 import fastddp
 from fastddp import DistributedDataParallel as Wrapper
-from fastddp.comm_hooks import bf16_compress_hook, noop_hook
+from fastddp.comm_hooks import bf16_compress_hook, fp16_compress_hook, noop_hook
 from on_ranks import of_ranks, on_ranks
 
 
@@ -109,6 +110,52 @@ def test_a_gradient_cannot_be_a_view_of_the_buckets_of_two_wrappers(rank: int) -
     one, other = with_a_common_layer("in one loss", gradient_as_bucket_view=True)
     with pytest.raises(RuntimeError, match="in the buckets of one of them only"):
         (one(at(rank)) + other(at(rank))).sum().backward()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "views": {"gradient_as_bucket_view": True},
+}
+
+
+def around(outer: type[nn.Module], inner: type[nn.Module], ways: tuple[str, str], hook: Any = None) -> Any:
+    model = outer(inner(Pair(), **WAYS[ways[1]]), **WAYS[ways[0]])
+    if hook:
+        model.register_comm_hook(None, hook)
+        model.module.register_comm_hook(None, hook)
+    return model
+
+
+@pytest.mark.tier("slow", but_one_in=5)
+@pytest.mark.parametrize("hook", [None, fp16_compress_hook])
+@pytest.mark.parametrize("ways", [(one, other) for one in list(WAYS)[:3] for other in list(WAYS)[:3]], ids=" in ".join)
+@pytest.mark.parametrize(("outer", "inner"), [(TorchDDP, Wrapper), (Wrapper, TorchDDP)])
+@on_ranks(2)
+def test_torchs_wrapper_around_or_inside_one_has_the_right_gradients(
+    rank: int, outer: Any, inner: Any, ways: tuple[str, str], hook: Any
+) -> None:
+    model = around(outer, inner, ways, hook)
+    for _ in range(3):
+        assert after(model(at(rank)), model) == [3.0, 3.0]
+    for local in (model, model.module):
+        model.zero_grad()
+        with local.no_sync():
+            model(at(rank)).sum().backward()
+        model(at(rank)).sum().backward()
+        assert gradients(model) == [6.0, 6.0]
+
+
+@on_ranks(2)
+def test_torchs_views_of_its_buckets_are_refused_around_or_inside_one(rank: int) -> None:
+    with pytest.raises(RuntimeError, match="of torch's, with gradient_as_bucket_view=True, is around or inside"):
+        around(Wrapper, TorchDDP, ("default", "views"))
+    model = around(TorchDDP, Wrapper, ("views", "default"))
+    with pytest.raises(RuntimeError, match="of torch's, with gradient_as_bucket_view=True, is around or inside"):
+        model(at(rank))
+    beside = Wrapper(Ones())
+    assert after(TorchDDP(Ones(), gradient_as_bucket_view=True)(beside(at(rank))), beside) == [3.0]
 
 
 # --------------------------------------------------------------------------------- collectives and backwards of others

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fake_cuda
+import fastddp
 from fastddp import _C
 from fastddp.comm_hooks import PowerSGDState, powerSGD_hook
 from hooks_by_name import averages
@@ -257,3 +258,25 @@ def test_what_a_hook_may_not_do_is_an_error(rank: int) -> None:
 
     model.register_comm_hook(None, hook)
     assert step(model, rank) == [1.5] * 3
+
+
+# ------------------------------------------------------------------------------------------------------- loss scales
+
+
+@pytest.mark.parametrize("difference", ["loaded", "disabled", "none", "equal"])
+@on_ranks(2)
+def test_losses_that_ranks_scale_by_different_numbers_are_named(rank: int, difference: str) -> None:
+    model = fastddp.DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=difference != "disabled" or rank == 0)
+    if difference == "loaded" and rank == 1:
+        scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=4.0).state_dict())
+    loss = model(torch.ones(1, 2)).sum()
+    scaled = loss if difference == "none" and rank == 1 else scaler.scale(loss)
+    if difference == "equal":
+        scaled.backward()
+        scaler.step(optimizer)
+        assert model.module.bias.tolist() != [0.0, 0.0]
+    else:
+        with pytest.raises(RuntimeError, match="scaled by different numbers on different ranks"):
+            scaled.backward()

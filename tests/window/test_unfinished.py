@@ -108,6 +108,19 @@ def test_what_no_rank_has_is_said_so_only_if_all_have_reported(rank: int) -> Non
 
 
 @on_ranks(2)
+def test_what_was_frozen_or_tied_after_wrapping_is_said_so(rank: int) -> None:
+    model = wrapped()
+    model.module.a.requires_grad_(False)
+    model.module.b = model.module.c
+    model(X).backward()
+    said = said_by_forward(model)
+    assert "parameter a (number 0, bucket 3): produced by no rank; it was frozen after wrapping: wrap" in said
+    assert (
+        "parameter b (number 1, bucket 2): produced by no rank; the module has another parameter in its place" in said
+    )
+
+
+@on_ranks(2)
 def test_without_a_store_the_error_is_still_the_missing_gradient(rank: int) -> None:
     if rank == 1:
         model = wrapped()
