@@ -6,6 +6,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "autograd/grad_hooks.h"
 #include "reducer/reducer.h"
 
 namespace fastddp {
@@ -52,7 +53,7 @@ bool OtherReducers::read_gradients() const {
   return std::ranges::any_of(parameters_, [&](const auto& parameter) {
     const auto& reducers = all.of[parameter.unsafeGetTensorImpl()];
     const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
-    const bool is_read_by_strangers = accumulator && accumulator->post_hooks().size() > reducers.size();
+    const bool is_read_by_strangers = accumulator && reducers_at(*accumulator) > reducers.size();
     return is_read_by_strangers || std::ranges::any_of(reducers, [&](const Reducer* other) {
       return other != &own_ && other->reacts();
     });
