@@ -59,23 +59,13 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "Muon by elements": (
         ValueError,
-        r'Muon needs whole parameters(.|\n)*shard="parameters"(.|\n)*FD042',
-        lambda: sharded(wrapped(), torch.optim.Muon),
+        r'Muon raises ValueError with parts(.|\n)*shard="parameters"(.|\n)*FD046',
+        lambda: sharded(wrapped(), shard="elements", params=[{"params": [], "optimizer_class": torch.optim.Muon}]),
     ),
-    "Muon by elements, in a group": (
+    "Muon in a group that comes later": (
         ValueError,
-        r'Muon needs whole parameters(.|\n)*shard="parameters"(.|\n)*FD042',
-        lambda: sharded(wrapped(), params=[{"params": [], "optimizer_class": torch.optim.Muon}]),
-    ),
-    "Muon by elements, in a group that comes later": (
-        ValueError,
-        r'Muon needs whole parameters(.|\n)*shard="parameters"(.|\n)*FD042',
+        r'Muon raises ValueError with parts(.|\n)*shard="parameters"(.|\n)*FD046',
         lambda: sharded(wrapped()).add_param_group({"params": [], "optimizer_class": torch.optim.Muon}),
-    ),
-    "LBFGS": (
-        ValueError,
-        r"LBFGS takes inner products of all gradients(.|\n)*over model.parameters\(\)(.|\n)*FD042",
-        lambda: sharded(wrapped(), torch.optim.LBFGS, shard="parameters"),
     ),
     "a setting that the class refuses": (ValueError, "Invalid learning rate", lambda: sharded(wrapped(), lr=-1.0)),
     "a parameter of another model": (
