@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,6 +39,10 @@ class Arriving(_Parameters):
         """As of a dict; waits."""
         return self._here(super().pop(name, *default))
 
+    def __iter__(self) -> Any:
+        """As of a dict. Without this method, ``dict(...)`` and ``{**...}`` would not call those above."""
+        return iter(self.keys())
+
     def values(self) -> Any:
         """As of a dict; waits for all."""
         for parameter in super().values():
@@ -63,29 +67,54 @@ class Arriving(_Parameters):
         return self.__reduce__()
 
 
+def _tensors_in(held: Any) -> Iterable[Any]:
+    """What an attribute holds."""
+    return held.values() if isinstance(held, dict) else [held] if isinstance(held, Tensor) else held
+
+
 class ModulesWithArriving:
     """The modules that have some of these parameters, between the step and the moment when all are here.
 
     Args:
         model: the modules are in it.
-        known: identities of the parameters.
+        known: buckets of the parameters, by identity.
     """
 
-    def __init__(self, model: nn.Module, known: Container[int]) -> None:
-        self._modules = [
-            module
-            for module in model.modules()
-            if any(id(parameter) in known for parameter in module._parameters.values())
-        ]
+    def __init__(self, model: nn.Module, known: Mapping[int, int]) -> None:
+        self._before: list[tuple[nn.Module, _Parameters]] = []
+        elsewhere: list[Any] = []
+        seen: set[int] = set()
+        for module in model.modules():
+            held = module._parameters
+            own = {id(parameter) for parameter in held.values()} & known.keys()
+            if type(held) is not dict:  # of a module that was traced or scripted
+                elsewhere.extend(held.values())
+            elif own:
+                self._before.append((module, held))
+                seen |= own
+            for name, value in vars(module).items():
+                if name != "_parameters" and isinstance(value, (list, tuple, dict, Tensor)):
+                    elsewhere.extend(_tensors_in(value))
+        apart = (known.keys() - seen) | ({id(one) for one in elsewhere} & known.keys())
+        self.unseen = {known[one] for one in apart}
+        """Buckets of parameters that may be read past the dictionaries of modules."""
 
     def begin(self, wait: _Wait) -> None:
         """Whoever reads one of the parameters through its module calls ``wait`` with it, from now on."""
-        for module in self._modules:
-            module.__dict__["_parameters"] = Arriving(module._parameters, wait)
+        for module, before in self._before:
+            module.__dict__["_parameters"] = Arriving(before, wait)
+
+    def follow(self) -> None:
+        """The dictionaries of before, which others may hold, get what is in modules now."""
+        for module, before in self._before:
+            now = module.__dict__["_parameters"]
+            if isinstance(now, Arriving):
+                before.clear()
+                before.update(dict.items(now))
 
     def end(self) -> None:
         """All parameters are here."""
-        for module in self._modules:
-            parameters = module.__dict__["_parameters"]
-            if isinstance(parameters, Arriving):
-                module.__dict__["_parameters"] = dict(dict.items(parameters))
+        self.follow()
+        for module, before in self._before:
+            if isinstance(module.__dict__["_parameters"], Arriving):
+                module.__dict__["_parameters"] = before

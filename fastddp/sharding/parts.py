@@ -184,6 +184,7 @@ class Parts:
     def check_parameters(self) -> None:
         """Raise RuntimeError if the gather of parameters has failed, so that some of them are old."""
         self.shards.check()
+        self.shards.follow_modules()  # before others look for parameters that are new there
 
     def parameters_ready(self) -> None:
         """Wait until all parameters are here. On a device only the current stream waits."""
