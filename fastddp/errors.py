@@ -317,7 +317,8 @@ ERRORS = {
         "says so late, in any later call. Nothing runs on the device any more for this process.",
         "Restart the process from a checkpoint, and do not use this step's gradients. To find what failed, run it with "
         "CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer. Look for Xid messages in the kernel's log, too.",
-    ),    "FD046": Explanation(
+    ),
+    "FD046": Explanation(
         "The optimizer needs whole parameters, or all of them",
         "What is not one of torch's elementwise classes has been tried on small parameters. It made other steps with a "
         "part of a parameter, or with some of the parameters, than with all; or it takes a closure.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from fastddp.sharding.parts import Parts, settings_of
 from fastddp.sharding.probe import Way, find_way
 from fastddp.sharding.scaler import let_scalers_unscale_parts
 from fastddp.sharding.uneven import StepsToTheEnd
+from fastddp.torch_compat.surface import check_not_shared
 
 
 class ShardedOptimizer(Optimizer, StepsToTheEnd):
@@ -87,7 +89,9 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         self._kinds = {type(one) for one in members(template)}
         Optimizer.__init__(self, template.param_groups, template.defaults)
         Joinable.__init__(self)
-        self.parts.groups = self.param_groups
+        self.parts.groups, self.parts.optimizer = self.param_groups, weakref.ref(self)
+        if (before := model.engine.sharded) is not None and before.optimizer() is not None:
+            self.parts.check_none_missing()  # as where two optimizers have half of a model each
         model.engine.shard(self.parts)
         let_scalers_unscale_parts()
 
@@ -311,6 +315,7 @@ def _check(model: object, shard: str | None, gather: str) -> None:
             "first." + see("FD024")
         )
     _check_model(model)
+    check_not_shared(model.engine, if_sharded=False)
     if shard not in (None, "elements", "parameters"):
         raise ValueError(f'shard must be "elements", "parameters" or None, got {shard!r}.' + see("FD024"))
     if gather not in ("step", "forward"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class Parts:
         """The model's."""
         self.groups: list[Group] = []
         """The optimizer's, with the model's parameters."""
+        self.optimizer: Callable[[], object] = lambda: None
+        """The sharded optimizer; None: it is gone."""
         self.inner: list[Optimizer] = []
         """By bucket."""
         self._shards: Shards | None = None

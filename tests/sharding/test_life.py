@@ -247,6 +247,40 @@ def test_another_optimizer_takes_the_place_of_the_first(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_two_optimizers_that_have_a_half_each_are_refused_when_the_second_is_made(rank: int) -> None:
+    model = wrapped()
+    first, second = ([parameter] for parameter in model.parameters())
+    optimizer = sharded(model, params=first)
+    with pytest.raises(ValueError, match=r"leaves out a(.|\n)*FD042"):
+        sharded(model, params=second)
+    optimizer.add_param_group({"params": second})
+    backward(model, rank)
+    optimizer.step()
+    assert values(model) == [0.25, 0.25]
+    del optimizer
+    sharded(model, params=second).add_param_group({"params": first})
+
+
+@pytest.mark.parametrize("which", ["inner", "outer"])
+@on_ranks(2)
+def test_a_wrapper_around_a_wrapper_and_a_sharded_optimizer_are_refused_whichever_comes_last(
+    rank: int, which: str
+) -> None:
+    inner = wrapped()
+    outer = fastddp.DistributedDataParallel(inner)
+    match = r"Two wrappers have parameter (module\.)?a(.|\n)*Wrap the module once(.|\n)*FD047"
+    with pytest.raises(ValueError, match=match):
+        sharded({"inner": inner, "outer": outer}[which])
+    del outer
+    optimizer = sharded(inner)
+    with pytest.raises(ValueError, match=match):
+        fastddp.DistributedDataParallel(inner)
+    backward(inner, rank)
+    optimizer.step()
+    assert values(inner) == [0.25, 0.25]
+
+
+@on_ranks(2)
 def test_a_model_goes_with_its_wrapper_and_its_gradients_with_the_optimizer(rank: int) -> None:
     """At once, without the garbage collector: two wrappers of one module would both synchronise it."""
     model = wrapped()
