@@ -146,8 +146,7 @@ class Parts:
 
         for inner in self.inner if inner_before else ():
             for old, new in zip(members(inner_before[0]), members(inner), strict=True):
-                new.state.update({key: value for key, value in old.state.items() if not isinstance(key, Tensor)})
-                vars(new).update({name: one for name, one in vars(old).items() if type(one) in (int, float, bool)})
+                carry_over(old, new)
         own = {span.parameter: span for span in self.shards.spans()}
         for index, whole in gathered(before, of_span):
             if index in own:
@@ -243,6 +242,12 @@ class OfParts:
 
     param_groups: list[Group]
     parts: Parts
+
+
+def carry_over(old: Optimizer, new: Optimizer) -> None:
+    """What an optimizer has besides groups, and state of parameters: other state, and numbers of its own."""
+    new.state.update({key: value for key, value in old.state.items() if not isinstance(key, Tensor)})
+    vars(new).update({name: value for name, value in vars(old).items() if type(value) in (int, float, bool)})
 
 
 def empty_like(parameter: Tensor, main: Tensor | None = None) -> nn.Parameter:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fastddp.errors import see
 from fastddp.sharding.mixed import Make
-from fastddp.sharding.parts import Group, empty_like, settings_of
+from fastddp.sharding.parts import Group, carry_over, empty_like, settings_of
 from fastddp.sharding.state import is_of_elements
 
 _ELEMENTWISE = {
@@ -99,8 +99,11 @@ class _Trial:
         if not _are_alike(whole, again):
             return Way("unknown", "makes other steps each time that it is tried")
         try:
-            is_apart = _are_alike(whole, self._run(every[::2]), self._run(every[1::2]))
-            seen = "" if is_apart else "steps parameters in another way together than apart, by a number over all"
+            seen = "steps parameters in another way together than apart, by a number over all" * (
+                not _are_alike(whole, self._run(every[::2]), self._run(every[1::2]))
+            ) or "keeps what it needs outside of its state and groups, so that nobody can move it" * (
+                not _are_alike(whole, self._run(every, moves=True))
+            )
         except Exception as error:  # as of norms of no parameters
             seen = f"raises {type(error).__name__} with some of its parameters ({error})"
         if seen:
@@ -131,7 +134,10 @@ class _Trial:
         numbers: Sequence[int],
         part: tuple[float, float] = (0.0, 1.0),
         closure: tuple[Callable[[], Tensor], ...] = (),
+        moves: bool = False,
     ) -> _Result:
+        """``part``: of each parameter; ``moves``: when the first step is done, another optimizer takes over."""
+
         def cut(one: Tensor) -> Tensor:
             begin, end = (int(one.numel() * at) for at in part)
             return (one if part == (0.0, 1.0) else one.flatten()[begin:end]).clone()
@@ -144,12 +150,14 @@ class _Trial:
             for number, holder in holders.items():
                 holder.grad = cut(self._parameters[number][2][step])
             optimizer.step(*closure)
+            if moves and step == 0:
+                old, optimizer = optimizer, self._make([dict(group) for group in optimizer.param_groups])
+                optimizer.state.update(old.state)
+                carry_over(old, optimizer)
         states = {number: dict(optimizer.state.get(holder, {})) for number, holder in holders.items()}
         getattr(optimizer, "eval", lambda: None)()
         places = [*optimizer.param_groups, vars(optimizer)]
-        numbers_in = [
-            {key: one for key, one in place.items() if isinstance(one, (int, float, Tensor))} for place in places
-        ]
+        numbers_in = [{key: one for key, one in place.items() if _is_number(one)} for place in places]
         of = {number: (holders[number].detach() - values, states[number]) for number, values in before.items()}
         return _Result(of, numbers_in)
 
@@ -157,6 +165,10 @@ class _Trial:
         group, values = self._groups[number], [one for of, one, _ in self._parameters if of == number]
         own = [holder for index, holder in holders.items() if self._parameters[index][0] == number]
         return {**copy.deepcopy(settings_of(group)), "params": own or [empty_like(one) for one in values[:1]]}
+
+
+def _is_number(one: Any) -> bool:
+    return one.numel() == 1 if isinstance(one, Tensor) else isinstance(one, (int, float))
 
 
 def _examples(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -180,6 +192,8 @@ def _is_made_of(whole: _Result, *parts: _Result) -> bool:
             return False
         for key, value in state.items():
             found = [one[key] for one in states]
+            if isinstance(value, Tensor) and value.dim() and not is_of_elements(value, moved):
+                return False  # it could not be told from a part of other elements
             joined = [torch.cat(found).view_as(moved)] if is_of_elements(value, moved) else found
             if not all(_are_same(value, one) for one in joined):
                 return False
