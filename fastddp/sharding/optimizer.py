@@ -85,7 +85,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         whole = _shards_whole(shard, find_way(make, own, template.param_groups))
         in_step = gather == "step"
         self.parts = Parts(model, make, own, whole=whole, wire=parameter_wire, waits_in_step=in_step)
-        self._has_stepped = False
+        self._has_stepped, self._shard = False, shard
         self._kinds = {type(one) for one in members(template)}
         Optimizer.__init__(self, template.param_groups, template.defaults)
         Joinable.__init__(self)
@@ -119,8 +119,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             [param_group], classes = without_classes([param_group])
             make = (own := classes.get(0)) or self.parts.make
             [param_group] = make([param_group]).param_groups
-            way = find_way(make, {}, [param_group])
-            _shards_whole("parameters" if self.parts.whole else "elements", way)
+            _shards_whole(self._shard, find_way(make, {}, [param_group]), is_late=not self.parts.whole)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -322,13 +321,14 @@ def _check(model: object, shard: str | None, gather: str) -> None:
         raise ValueError(f'gather must be "step" or "forward", got {gather!r}.' + see("FD024"))
 
 
-def _shards_whole(shard: str | None, way: Way) -> bool:
-    """Whether ranks have whole parameters, by the argument and by what is known of the optimizer."""
-    if shard == "elements" and way.shard == "parameters":
+def _shards_whole(shard: str | None, way: Way, *, is_late: bool = False) -> bool:
+    """Whether ranks have whole parameters, by the argument and what is known; ``is_late``: they have parts already."""
+    must_be = way.shard == "parameters" or (way.shard == "unknown" and shard is None)
+    if must_be and (is_late or shard == "elements"):
         raise ValueError(
             f'{way.seen}, and shard="elements" cuts parameters. Leave shard out, or use shard="parameters".'
             + see("FD046")
         )
     if shard is None and way.shard == "unknown":
         warnings.warn(f"{way.seen}. So each rank of this ShardedOptimizer has whole parameters.", stacklevel=3)
-    return way.shard != "elements" if shard is None else shard == "parameters"
+    return must_be if shard is None else shard == "parameters"

@@ -207,6 +207,7 @@ class Parts:
             for group, old, own in zip(self.groups, before, inner.param_groups, strict=True):
                 group.update({name: value for name, value in settings_of(own).items() if value is not old.get(name)})
 
+    @torch.no_grad()
     def make_state(self) -> None:
         """Step with zeros, and leave parameters as they are."""
         for number, bucket in enumerate(self.shards.buckets):

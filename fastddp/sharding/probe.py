@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
 import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,10 @@ _ELEMENTWISE = {
 }
 _SCALES = (1.0, 1e-2, 100.0, 1.0, 1.0)  # of each step's gradients, for what depends on a norm
 _SMALL, _LARGE = 8, 130  # of a dimension: classes that treat large matrices otherwise do so from 128 on
+_ALL = (0.0, 1.0)
+
+Part = tuple[float, float]
+_Result = tuple[dict[int, tuple[Tensor, dict[str, Any]]], list[dict[str, Any]]]
 
 
 class Way(NamedTuple):
@@ -54,7 +57,7 @@ def _way_of(make: Any, groups: Sequence[Group]) -> Way:
             warnings.simplefilter("ignore")
             shard, seen = _Trial(make, groups, _SMALL).way()
             if shard == "elements":
-                shard, seen = _Trial(make, groups, _LARGE).way_by_parts()
+                shard, seen = _Trial(make, groups, _LARGE).way_of_parts()
     finally:
         random.setstate(state)
     if shard == "neither":
@@ -65,149 +68,133 @@ def _way_of(make: Any, groups: Sequence[Group]) -> Way:
     return Way(shard, f"{name} {seen}")
 
 
-class _Result(NamedTuple):
-    of: dict[int, tuple[Tensor, dict[str, Any]]]
-    """How far each parameter has moved, and its state."""
-    numbers: list[dict[str, Any]]
-    """In the groups, and on the optimizer itself."""
-
-
 class _Trial:
     """Steps of one class with all parameters, with some of them, and with parts of them."""
 
     def __init__(self, make: Make, groups: Sequence[Group], most: int) -> None:
-        self._make, self._groups, self._most = make, groups, most
+        self._make, self._groups = make, groups
         self._generator = torch.Generator().manual_seed(1)
-        placed = [(number, group["params"]) for number, group in enumerate(groups)]
-        self._parameters = [(number, *self._drawn(like)) for number, held in placed for like in _examples(held)]
+        examples = [(number, like) for number, group in enumerate(groups) for like in _examples(group["params"])]
+        self._parameters = [(number, *self._drawn(like, most)) for number, like in examples * 2]
+        """The group of each, its values, and its gradients."""
         self._every = range(len(self._parameters))
+        self._whole: _Result = {}, []
 
-    def _drawn(self, like: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Values, and gradients of each step, most of which keep their signs, as in training."""
-        most = self._most if like.dim() < 3 else _SMALL
-        shape = [min(max(size, 2), most) for size in like.shape or (2,)]
+    def _drawn(self, like: Tensor, most: int) -> tuple[Tensor, list[Tensor]]:
+        shape = [min(max(size, 2), most if like.dim() < 3 else _SMALL) for size in like.shape or (2,)]
         drawn = torch.randn(len(_SCALES) + 2, *shape, generator=self._generator, dtype=torch.float64)
         values, common, *rest = drawn.to(like.device)
+        # Most gradients keep their signs from step to step, as in training.
         return values, [(common + one) * scale for one, scale in zip(rest, _SCALES, strict=True)]
 
     def way(self) -> Way:
-        every = self._every
         try:
-            whole, again = self._run(every), self._run(every)
+            self._whole = self._run()
         except Exception as error:
-            return self._after(error)
-        if not _are_alike(whole, again):
-            return Way("unknown", "makes other steps each time that it is tried")
-        try:
-            seen = "steps parameters in another way together than apart, by a number over all" * (
-                not _are_alike(whole, self._run(every[::2]), self._run(every[1::2]))
-            ) or "keeps what it needs outside of its state and groups, so that nobody can move it" * (
-                not _are_alike(whole, self._run(every, moves=True))
-            )
-        except Exception as error:  # as of norms of no parameters
-            seen = f"raises {type(error).__name__} with some of its parameters ({error})"
-        if seen:
-            return Way("neither", seen)
-        if not all(moved.any() for moved, _ in whole.of.values()):
-            return Way("unknown", f"has left a parameter as it was in {len(_SCALES)} steps")
-        return self.way_by_parts()
-
-    def way_by_parts(self) -> Way:
-        every = self._every
-        try:
-            is_elementwise = _is_made_of(self._run(every), self._run(every, (0.0, 0.4)), self._run(every, (0.4, 1.0)))
-        except Exception as error:  # as of a class that takes matrices alone
-            return Way("parameters", f"raises {type(error).__name__} with parts of parameters ({error})")
-        seen = "steps a parameter in two parts in another way than whole, or has other state for it"
-        return Way("elements") if is_elementwise else Way("parameters", seen)
-
-    def _after(self, error: Exception) -> Way:
-        """It has raised with all parameters."""
-        try:
-            self._run(self._every, closure=(lambda: torch.zeros(()),))
-        except Exception:
+            if not self._fault("", closure=[lambda: torch.zeros(())]):  # so it does not raise
+                return Way("neither", "takes a closure in its step, which computes all gradients again")
             return Way("unknown", f"could not be tried on small parameters in fp64 ({type(error).__name__}: {error})")
-        return Way("neither", "takes a closure in its step, which computes all gradients again")
+        if self._fault("is random"):
+            return Way("unknown", "makes other steps each time that it is tried")
+        seen, half = "steps parameters in another way together than apart, by a number over all", len(self._every) // 2
+        fault = self._fault(seen, self._every[:half]) or self._fault(seen, self._every[half:])
+        if fault := fault or self._fault("keeps outside of its state and groups what nobody can move", moves=True):
+            return Way("neither", fault)
+        if not all(moved.any() for moved, _ in self._whole[0].values()):
+            return Way("unknown", f"has left a parameter as it was in {len(_SCALES)} steps")
+        return self.way_of_parts()
+
+    def way_of_parts(self) -> Way:
+        self._whole = whole, _ = self._run()
+        seen = "steps a parameter in two parts in another way than whole, or has other state for it"
+        can_be_cut = all(_can_be_cut(value, moved) for moved, state in whole.values() for value in state.values())
+        fault = "" if can_be_cut else seen
+        if fault := fault or self._fault(seen, part=(0.0, 0.4)) or self._fault(seen, part=(0.4, 1.0)):
+            return Way("parameters", fault)
+        return Way("elements")
+
+    def _fault(self, seen: str, numbers: Sequence[int] | None = None, part: Part = _ALL, **how: Any) -> str:
+        """``seen``, if steps with some parameters, or parts of them, differ from those with all; or what they raise."""
+        try:
+            found = self._run(numbers, part, **how)
+        except Exception as error:
+            return f"raises {type(error).__name__} with {'parts' if part != _ALL else 'some'} of parameters ({error})"
+        expected = {
+            number: (
+                _cut(moved, part),
+                {key: _cut(one, part) if is_of_elements(one, moved) else one for key, one in state.items()},
+            )
+            for number, (moved, state) in self._whole[0].items()
+            if number in found[0]
+        }
+        return "" if _are_same((expected, self._whole[1]), found) else seen
 
     def _run(
         self,
-        numbers: Sequence[int],
-        part: tuple[float, float] = (0.0, 1.0),
-        closure: tuple[Callable[[], Tensor], ...] = (),
+        numbers: Sequence[int] | None = None,
+        part: Part = _ALL,
+        closure: Sequence[object] = (),
         moves: bool = False,
     ) -> _Result:
-        """``part``: of each parameter; ``moves``: when the first step is done, another optimizer takes over."""
+        """How far parameters are moved, with their state, and what numbers the optimizer has besides.
 
-        def cut(one: Tensor) -> Tensor:
-            begin, end = (int(one.numel() * at) for at in part)
-            return (one if part == (0.0, 1.0) else one.flatten()[begin:end]).clone()
-
-        before = {number: cut(self._parameters[number][1]) for number in numbers}
-        holders = {number: nn.Parameter(values.clone()) for number, values in before.items()}
+        ``moves``: after the first step another optimizer takes over.
+        """
+        holders = {
+            number: nn.Parameter(_cut(self._parameters[number][1], part).clone()) for number in numbers or self._every
+        }
         optimizer: Any = self._make([self._group(number, holders) for number in range(len(self._groups))])
         getattr(optimizer, "train", lambda: None)()
         for step in range(len(_SCALES)):
             for number, holder in holders.items():
-                holder.grad = cut(self._parameters[number][2][step])
+                holder.grad = _cut(self._parameters[number][2][step], part).clone()
             optimizer.step(*closure)
             if moves and step == 0:
                 old, optimizer = optimizer, self._make([dict(group) for group in optimizer.param_groups])
                 optimizer.state.update(old.state)
                 carry_over(old, optimizer)
-        states = {number: dict(optimizer.state.get(holder, {})) for number, holder in holders.items()}
-        getattr(optimizer, "eval", lambda: None)()
+        of = {}
+        for number, holder in holders.items():
+            moved = holder.detach() - _cut(self._parameters[number][1], part)
+            of[number] = moved, dict(optimizer.state.get(holder, {}))
         places = [*optimizer.param_groups, vars(optimizer)]
-        numbers_in = [{key: one for key, one in place.items() if _is_number(one)} for place in places]
-        of = {number: (holders[number].detach() - values, states[number]) for number, values in before.items()}
-        return _Result(of, numbers_in)
+        return of, [{key: one for key, one in place.items() if _is_number(one)} for place in places]
 
     def _group(self, number: int, holders: Mapping[int, Tensor]) -> Group:
-        group, values = self._groups[number], [one for of, one, _ in self._parameters if of == number]
+        values = [one for of, one, _ in self._parameters if of == number]
         own = [holder for index, holder in holders.items() if self._parameters[index][0] == number]
-        return {**copy.deepcopy(settings_of(group)), "params": own or [empty_like(one) for one in values[:1]]}
+        return {**copy.deepcopy(settings_of(self._groups[number])), "params": own or [empty_like(values[0])]}
+
+
+def _examples(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The largest of each number of dimensions; of none, a matrix."""
+    largest = {one.dim(): one for one in sorted(parameters, key=Tensor.numel)}
+    return [*largest.values()] or [torch.empty(_SMALL, _SMALL)]
+
+
+def _cut(one: Tensor, part: Part) -> Tensor:
+    begin, end = (int(one.numel() * at) for at in part)
+    return one if part == _ALL else one.flatten()[begin:end]
+
+
+def _can_be_cut(value: Any, moved: Tensor) -> bool:
+    """Not a tensor of another shape, which could not be told from a part, nor an object."""
+    if isinstance(value, Tensor):
+        return is_of_elements(value, moved) or value.dim() == 0
+    return value is None or isinstance(value, (int, float, str, list, tuple))
 
 
 def _is_number(one: Any) -> bool:
     return one.numel() == 1 if isinstance(one, Tensor) else isinstance(one, (int, float))
 
 
-def _examples(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The largest of each number of dimensions, twice; of none, matrices."""
-    largest = {one.dim(): one for one in sorted(parameters, key=Tensor.numel)} or {2: torch.empty(6, 4)}
-    return [one for one in largest.values() for _ in range(2)]
-
-
-def _are_alike(whole: _Result, *others: _Result) -> bool:
-    """Whether others, which have some of the parameters each, move them as far."""
-    moved = {number: moved for other in others for number, (moved, _) in other.of.items()}
-    are_moved_alike = all(_are_same(one, moved[number]) for number, (one, _) in whole.of.items())
-    return are_moved_alike and all(_are_same(whole.numbers, other.numbers) for other in others)
-
-
-def _is_made_of(whole: _Result, *parts: _Result) -> bool:
-    """Whether the parts of each parameter and of its state, one after the other, are those of the whole."""
-    for number, (moved, state) in whole.of.items():
-        moves, states = zip(*(part.of[number] for part in parts), strict=True)
-        if not _are_same(moved.flatten(), torch.cat(moves)) or any(one.keys() != state.keys() for one in states):
-            return False
-        for key, value in state.items():
-            found = [one[key] for one in states]
-            if isinstance(value, Tensor) and value.dim() and not is_of_elements(value, moved):
-                return False  # it could not be told from a part of other elements
-            joined = [torch.cat(found).view_as(moved)] if is_of_elements(value, moved) else found
-            if not all(_are_same(value, one) for one in joined):
-                return False
-    return all(_are_same(whole.numbers, part.numbers) for part in parts)
-
-
 def _are_same(some: Any, others: Any) -> bool:
-    """To rounding."""
-    if isinstance(some, Tensor) and isinstance(others, Tensor):
-        return some.shape == others.shape and torch.allclose(
-            some.double(), others.double(), rtol=1e-6, atol=1e-13, equal_nan=True
-        )
+    """To rounding. Objects count as the same."""
     if isinstance(some, Mapping) and isinstance(others, Mapping):
         return some.keys() == others.keys() and all(_are_same(some[key], others[key]) for key in some)
     if isinstance(some, (list, tuple)) and isinstance(others, (list, tuple)):
         return len(some) == len(others) and all(map(_are_same, some, others))
-    return bool(some == others) or (isinstance(some, float) and math.isclose(some, others, rel_tol=1e-6))
+    if not isinstance(some, (int, float, Tensor)) or not isinstance(others, (int, float, Tensor)):
+        return type(some) is type(others)
+    one, other = torch.as_tensor(some).double(), torch.as_tensor(others).double()
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-6, atol=1e-13, equal_nan=True)

@@ -38,6 +38,7 @@ WAYS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "a norm of the parameter": ("parameters", small.AdamWClipped, {}),
     "a norm of the parameter, at a small rate": ("parameters", small.AdamWClipped, {"lr": 1e-7}),
     "an object": ("parameters", small.KeepsAnObject, {}),
+    "a tensor of another shape": ("parameters", small.KeepsTwo, {}),
     "noise": ("unknown", small.Noise, {}),
     "no fp64": ("unknown", small.Half, {}),
     "no steps yet": ("unknown", small.Lion, {"lr": 0.0}),
@@ -63,6 +64,7 @@ def test_settings_of_each_group_count(group: int) -> None:
 NEITHER: dict[str, tuple[Any, str]] = {
     "one distance": (small.Prodigy, "Prodigy steps parameters in another way together than apart"),
     "one norm": (small.ClipsAll, "ClipsAll steps parameters in another way together than apart"),
+    "momentum that is in no state": (small.KeepsElsewhere, "KeepsElsewhere keeps outside of its state"),
     "a closure": (small.NeedsClosure, "NeedsClosure takes a closure"),
     "torch's LBFGS": (torch.optim.LBFGS, "LBFGS takes a closure"),
 }
@@ -86,6 +88,9 @@ def test_elements_are_refused_where_a_part_is_stepped_otherwise(rank: int) -> No
     assert not optimizer.parts.whole
     with pytest.raises(ValueError, match=r"LARS steps a parameter in two parts(.|\n)*FD046"):
         optimizer.add_param_group({"params": [], "optimizer_class": small.LARS})
+    optimizer = of(training.model, partial(small.Lion))
+    with pytest.raises(ValueError, match=r"Half could not be tried(.|\n)*FD046"):
+        optimizer.add_param_group({"params": [], "optimizer_class": small.Half})
 
 
 @on_ranks(2)
@@ -111,7 +116,7 @@ def test_a_trial_leaves_random_numbers_as_they_are() -> None:
 
 # ------------------------------------------------------------------------------------------- as a replicated optimizer
 
-KINDS = (small.Lion, small.LARS, small.LAMB, small.Shampoo, small.KeepsAnObject, small.AdamWClipped)
+KINDS = (small.Lion, small.LARS, small.LAMB, small.Shampoo, small.KeepsAnObject, small.KeepsTwo, small.AdamWClipped)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,6 +124,27 @@ KINDS = (small.Lion, small.LARS, small.LAMB, small.Shampoo, small.KeepsAnObject,
 def test_parameters_are_those_of_the_replicated_optimizer(rank: int, kind: Any) -> None:
     replicated, sharded = both(rank, Layers, partial(kind, lr=0.01), {}, steps=5)
     torch.testing.assert_close(sharded, replicated)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@on_ranks(2)
+def test_a_class_that_asks_for_settings_of_groups_is_tried_with_them(rank: int, named: bool) -> None:
+    found = []
+    for is_sharded in (False, True):
+        training = Training(rank, Layers())
+        split = [
+            [one for one in training.model.named_parameters() if (one[1].ndim == 2) is way] for way in (True, False)
+        ]
+        groups = [
+            {"params": held if named else [one for _, one in held], "matrices": way}
+            for held, way in zip(split, (True, False), strict=True)
+        ]
+        make = partial(small.ByGroup, lr=0.01)
+        optimizer: Any = of(training.model, make, groups) if is_sharded else make(groups)
+        training.train(optimizer)
+        found.append(training.parameters())
+    assert optimizer.parts.whole
+    assert differences(*found) == []
 
 
 @on_ranks(2)
@@ -161,7 +187,7 @@ def test_other_methods_are_refused_by_name(rank: int) -> None:
         plain.restart()
 
 
-@pytest.mark.parametrize("kind", [small.Shampoo, small.KeepsAnObject, small.LAMB, small.ScheduleFree])
+@pytest.mark.parametrize("kind", [small.Shampoo, small.KeepsAnObject, small.KeepsTwo, small.LAMB, small.ScheduleFree])
 @on_ranks(2)
 def test_lists_objects_and_tensors_of_other_shapes_are_saved_and_loaded(rank: int, kind: Any) -> None:
     found, model, whole = [], {}, {}

@@ -207,3 +207,37 @@ class KeepsAnObject(Small):
         counts.count += 1
         state["flat"] = gradient.flatten() / counts.count
         return state["flat"].reshape(gradient.shape)
+
+
+class KeepsTwo(Small):
+    """Numbers of no parameter's shape, beside a count in a list."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
+        state["rates"] = 0.9 * state.get("rates", torch.ones(2, 3))
+        state.setdefault("count", [0])[0] += 1
+        return gradient * state["rates"][0, 0] / state["count"][0]
+
+
+class KeepsElsewhere(Small):
+    """Momentum that is in no state."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.momentum: dict[Tensor, Tensor] = {}
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
+        return self.momentum.setdefault(parameter, torch.zeros_like(parameter)).mul_(0.9).add_(gradient)
+
+
+class ByGroup(Small):
+    """What a group asks for: orthogonal steps, or plain ones."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        assert all(isinstance(group["matrices"], bool) for group in self.param_groups)
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
+        if not group["matrices"]:
+            return mean(state, "m", gradient)
+        u, _, v = torch.linalg.svd(gradient, full_matrices=False)
+        return u @ v
