@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from fastddp.module.nested import tensors_in
+
 _Wait = Callable[[Tensor], None]
 _Parameters = dict[str, Any]
+_OF_MODULES = frozenset(vars(nn.Module()))  # the rest are attributes that users' classes have set
 
 
 class Arriving(_Parameters):
@@ -67,11 +70,6 @@ class Arriving(_Parameters):
         return self.__reduce__()
 
 
-def _tensors_in(held: Any) -> Iterable[Any]:
-    """What an attribute holds."""
-    return held.values() if isinstance(held, dict) else [held] if isinstance(held, Tensor) else held
-
-
 class ModulesWithArriving:
     """The modules that have some of these parameters, between the step and the moment when all are here.
 
@@ -92,9 +90,7 @@ class ModulesWithArriving:
             elif own:
                 self._before.append((module, held))
                 seen |= own
-            for name, value in vars(module).items():
-                if name != "_parameters" and isinstance(value, (list, tuple, dict, Tensor)):
-                    elsewhere.extend(_tensors_in(value))
+            elsewhere.extend(tensors_in([value for name, value in vars(module).items() if name not in _OF_MODULES]))
         apart = (known.keys() - seen) | ({id(one) for one in elsewhere} & known.keys())
         self.unseen = {known[one] for one in apart}
         """Buckets of parameters that may be read past the dictionaries of modules."""

@@ -75,13 +75,19 @@ class _Trial:
         self._make, self._groups = make, groups
         self._generator = torch.Generator().manual_seed(1)
         examples = [(number, like) for number, group in enumerate(groups) for like in _examples(group["params"])]
-        self._parameters = [(number, *self._drawn(like, most)) for number, like in examples * 2]
+        largest = {
+            id(one) for one in _examples([like for _, like in examples]) if one.dim() < 3
+        }  # the others take time
+        sizes = [most if id(like) in largest else _SMALL for _, like in examples]
+        self._parameters = [
+            (number, *self._drawn(like, size)) for (number, like), size in [*zip(examples, sizes, strict=True)] * 2
+        ]
         """The group of each, its values, and its gradients."""
         self._every = range(len(self._parameters))
         self._whole: _Result = {}, []
 
     def _drawn(self, like: Tensor, most: int) -> tuple[Tensor, list[Tensor]]:
-        shape = [min(max(size, 2), most if like.dim() < 3 else _SMALL) for size in like.shape or (2,)]
+        shape = [min(max(size, 2), most) for size in like.shape or (2,)]
         drawn = torch.randn(len(_SCALES) + 2, *shape, generator=self._generator, dtype=torch.float64)
         values, common, *rest = drawn.to(like.device)
         # Most gradients keep their signs from step to step, as in training.

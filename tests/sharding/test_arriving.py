@@ -25,14 +25,14 @@ class Two(nn.Module):
 
 
 class Holding(Two):
-    """It holds a parameter of another module in a list."""
+    """It holds a parameter of another module in a list of lists."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.held = [self.first.weight]
+        self.held = {"weights": [[self.first.weight]]}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last((x @ self.held[0].T).tanh() + self.first.bias)
+        return self.last((x @ self.held["weights"][0][0].T).tanh() + self.first.bias)
 
 
 class Recurrent(Two):
