@@ -158,7 +158,8 @@ void bind_exchanges(py::module_& m) {
              return destroyed_without_gil(std::make_unique<Gather>(
                  std::move(lanes), sharding->device(), runs_of(sharding), buckets, std::move(interruption), model));
            }),
-           py::arg("lanes"), py::arg("sharding"), py::arg("buckets"), py::arg("interruption"), py::arg("model") = 0, no_gil)
+           py::arg("lanes"), py::arg("sharding"), py::arg("buckets"), py::arg("interruption"), py::arg("model") = 0,
+           no_gil)
       .def("is_on_its_way", &Gather::is_on_its_way, py::arg("bucket"));
 
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", "How gradients travel; csrc/pipeline/exchange.h.")

@@ -15,8 +15,8 @@ uint32_t tag(size_t model, size_t bucket) {
 
 }  // namespace
 
-Gather::Gather(Lanes lanes, c10::Device device, Cut cut, size_t buckets,
-               std::shared_ptr<Interruption> interruption, size_t model)
+Gather::Gather(Lanes lanes, c10::Device device, Cut cut, size_t buckets, std::shared_ptr<Interruption> interruption,
+               size_t model)
     : lanes_(std::move(lanes)),
       device_(device),
       cut_(std::move(cut)),
