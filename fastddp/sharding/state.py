@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.serialization import default_restore_location
 
 from fastddp import _C
 from fastddp.sharding.shards import Shards, Span
@@ -92,7 +91,7 @@ def _loaded(content: Tensor) -> Any:
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
 
     def here(storage: Any, place: str) -> Any:
-        return storage if place == "cpu" else default_restore_location(storage, str(content.device))
+        return storage if place == "cpu" else torch.UntypedStorage(len(storage), device=content.device).copy_(storage)
 
     return torch.load(io.BytesIO(buffer), weights_only=False, map_location=here)
 
