@@ -75,9 +75,8 @@ class _Trial:
         self._make, self._groups = make, groups
         self._generator = torch.Generator().manual_seed(1)
         examples = [(number, like) for number, group in enumerate(groups) for like in _examples(group["params"])]
-        largest = {
-            id(one) for one in _examples([like for _, like in examples]) if one.dim() < 3
-        }  # the others take time
+        # Many large ones would take long.
+        largest = {id(one) for one in _examples([like for _, like in examples]) if one.dim() < 3}
         sizes = [most if id(like) in largest else _SMALL for _, like in examples]
         self._parameters = [
             (number, *self._drawn(like, size)) for (number, like), size in [*zip(examples, sizes, strict=True)] * 2
@@ -111,8 +110,11 @@ class _Trial:
         return self.way_of_parts()
 
     def way_of_parts(self) -> Way:
-        self._whole = whole, _ = self._run()
         seen = "steps a parameter in two parts in another way than whole, or has other state for it"
+        try:
+            self._whole = whole, _ = self._run()
+        except Exception as error:  # small ones did well
+            return Way("parameters", f"raises {type(error).__name__} with large parameters ({error})")
         can_be_cut = all(_can_be_cut(value, moved) for moved, state in whole.values() for value in state.values())
         fault = "" if can_be_cut else seen
         if fault := fault or self._fault(seen, part=(0.0, 0.4)) or self._fault(seen, part=(0.4, 1.0)):
