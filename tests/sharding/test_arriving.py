@@ -87,7 +87,8 @@ def trained(module: nn.Module, gather: Any, rank: int) -> list[Tensor]:
     return found + [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("make", [Two, Holding, Recurrent, Unpacking, traced, scripted, compiled])
+@pytest.mark.tier("slow", but_one_in=3)
+@pytest.mark.parametrize("make", [traced, Two, Recurrent, Holding, Unpacking, compiled, scripted])
 @on_ranks(2)
 def test_whoever_reads_them_waits(rank: int, make: Callable[[], nn.Module]) -> None:
     assert differences(trained(make(), "step", rank), trained(make(), "forward", rank)) == []

@@ -119,6 +119,7 @@ def test_a_trial_leaves_random_numbers_as_they_are() -> None:
 KINDS = (small.Lion, small.LARS, small.LAMB, small.Shampoo, small.KeepsAnObject, small.KeepsTwo, small.AdamWClipped)
 
 
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_parameters_are_those_of_the_replicated_optimizer(rank: int, kind: Any) -> None:
@@ -187,6 +188,7 @@ def test_other_methods_are_refused_by_name(rank: int) -> None:
         plain.restart()
 
 
+@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize("kind", [small.Shampoo, small.KeepsAnObject, small.KeepsTwo, small.LAMB, small.ScheduleFree])
 @on_ranks(2)
 def test_lists_objects_and_tensors_of_other_shapes_are_saved_and_loaded(rank: int, kind: Any) -> None:
