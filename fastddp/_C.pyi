@@ -343,7 +343,12 @@ class Sharding:
 
 class Gather:
     def __init__(
-        self, lanes: Lanes | Sequence[ProcessGroup], sharding: Sharding, buckets: int, interruption: Interruption
+        self,
+        lanes: Lanes | Sequence[ProcessGroup],
+        sharding: Sharding,
+        buckets: int,
+        interruption: Interruption,
+        model: int = 0,
     ) -> None: ...
     def is_on_its_way(self, bucket: int) -> bool: ...
 

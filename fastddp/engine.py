@@ -83,6 +83,9 @@ class Recipe:
 class Sharded(Protocol):
     """A sharded optimizer."""
 
+    optimizer: Callable[[], object]
+    """What users have of it; None: it is gone."""
+
     def check_parameters(self) -> None:
         """Raise RuntimeError if some are those before the last step."""
 

@@ -318,6 +318,20 @@ ERRORS = {
         "Restart the process from a checkpoint, and do not use this step's gradients. To find what failed, run it with "
         "CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer. Look for Xid messages in the kernel's log, too.",
     ),
+    "FD046": Explanation(
+        "The optimizer needs whole parameters, or all of them",
+        "What is not one of torch's elementwise classes has been tried on small parameters. It made other steps with a "
+        "part of a parameter, or with some of the parameters, than with all; or it takes a closure.",
+        'Leave shard out: then ranks have whole parameters where that is enough. Where the message says "over all", '
+        "use the optimizer without ShardedOptimizer.",
+    ),
+    "FD047": Explanation(
+        "A sharded optimizer is not alone, or lacks a method",
+        "Another wrapper synchronises the same parameters, another ShardedOptimizer trains some of them, or a method "
+        "of the optimizer's class was called that would act on one rank's part.",
+        "Wrap a module once, and make one ShardedOptimizer for it, whose groups name their classes. For a method, use "
+        "step, zero_grad, train, eval and the parameter groups.",
+    ),
     "FD049": Explanation(
         "A layer writes gradients where they are not averaged",
         "Layers with fused accumulation (Megatron's, Transformer Engine's) add to parameter.main_grad and set "

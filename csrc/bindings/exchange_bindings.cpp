@@ -154,11 +154,12 @@ void bind_exchanges(py::module_& m) {
 
   py::class_<Gather, std::shared_ptr<Gather>>(m, "Gather", "Parameters go to all ranks; csrc/transport/gather.h.")
       .def(py::init([](Lanes lanes, const std::shared_ptr<Sharding>& sharding, size_t buckets,
-                       std::shared_ptr<Interruption> interruption) {
+                       std::shared_ptr<Interruption> interruption, size_t model) {
              return destroyed_without_gil(std::make_unique<Gather>(
-                 std::move(lanes), sharding->device(), runs_of(sharding), buckets, std::move(interruption)));
+                 std::move(lanes), sharding->device(), runs_of(sharding), buckets, std::move(interruption), model));
            }),
-           py::arg("lanes"), py::arg("sharding"), py::arg("buckets"), py::arg("interruption"), no_gil)
+           py::arg("lanes"), py::arg("sharding"), py::arg("buckets"), py::arg("interruption"), py::arg("model") = 0,
+           no_gil)
       .def("is_on_its_way", &Gather::is_on_its_way, py::arg("bucket"));
 
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", "How gradients travel; csrc/pipeline/exchange.h.")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from fastddp.module.nested import tensors_in
+
 _Wait = Callable[[Tensor], None]
 _Parameters = dict[str, Any]
+_OF_MODULES = frozenset(vars(nn.Module()))  # the rest are attributes that users' classes have set
 
 
 class Arriving(_Parameters):
@@ -39,6 +42,10 @@ class Arriving(_Parameters):
         """As of a dict; waits."""
         return self._here(super().pop(name, *default))
 
+    def __iter__(self) -> Any:
+        """As of a dict. Without this method, ``dict(...)`` and ``{**...}`` would not call those above."""
+        return iter(self.keys())
+
     def values(self) -> Any:
         """As of a dict; waits for all."""
         for parameter in super().values():
@@ -68,24 +75,42 @@ class ModulesWithArriving:
 
     Args:
         model: the modules are in it.
-        known: identities of the parameters.
+        known: buckets of the parameters, by identity.
     """
 
-    def __init__(self, model: nn.Module, known: Container[int]) -> None:
-        self._modules = [
-            module
-            for module in model.modules()
-            if any(id(parameter) in known for parameter in module._parameters.values())
-        ]
+    def __init__(self, model: nn.Module, known: Mapping[int, int]) -> None:
+        self._before: list[tuple[nn.Module, _Parameters]] = []
+        elsewhere: list[Any] = []
+        seen: set[int] = set()
+        for module in model.modules():
+            held = module._parameters
+            own = {id(parameter) for parameter in held.values()} & known.keys()
+            if type(held) is not dict:  # of a module that was traced or scripted
+                elsewhere.extend(held.values())
+            elif own:
+                self._before.append((module, held))
+                seen |= own
+            elsewhere.extend(tensors_in([value for name, value in vars(module).items() if name not in _OF_MODULES]))
+        apart = (known.keys() - seen) | ({id(one) for one in elsewhere} & known.keys())
+        self.unseen = {known[one] for one in apart}
+        """Buckets of parameters that may be read past the dictionaries of modules."""
 
     def begin(self, wait: _Wait) -> None:
         """Whoever reads one of the parameters through its module calls ``wait`` with it, from now on."""
-        for module in self._modules:
-            module.__dict__["_parameters"] = Arriving(module._parameters, wait)
+        for module, before in self._before:
+            module.__dict__["_parameters"] = Arriving(before, wait)
+
+    def follow(self) -> None:
+        """The dictionaries of before, which others may hold, get what is in modules now."""
+        for module, before in self._before:
+            now = module.__dict__["_parameters"]
+            if isinstance(now, Arriving):
+                before.clear()
+                before.update(dict.items(now))
 
     def end(self) -> None:
         """All parameters are here."""
-        for module in self._modules:
-            parameters = module.__dict__["_parameters"]
-            if isinstance(parameters, Arriving):
-                module.__dict__["_parameters"] = dict(dict.items(parameters))
+        self.follow()
+        for module, before in self._before:
+            if isinstance(module.__dict__["_parameters"], Arriving):
+                module.__dict__["_parameters"] = before

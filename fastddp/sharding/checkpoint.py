@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import traceback
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from fastddp.bucket_plan import Buckets
 from fastddp.errors import see
@@ -84,7 +86,7 @@ class Held:
             parameter = self.parameters[index]
             if keep:
                 found[number_of[id(parameter)]] = {
-                    key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+                    key: tree_map_only(Tensor, lambda one: one.to("cpu", copy=True), value)
                     for key, value in state.of_parameter(parameter).items()
                 }
         return dict(sorted(found.items()))
@@ -214,7 +216,7 @@ def _part(value: Any, parameter: Tensor, span: Span) -> Any:
     if isinstance(value, ShardedState):
         value = value.part
     if not isinstance(value, Tensor):
-        return value
+        return copy.deepcopy(value)
     if value.shape != parameter.shape or span.holder.shape == parameter.shape:
         return value.clone()
     part = torch.empty(span.end - span.begin, dtype=value.dtype, device=value.device)

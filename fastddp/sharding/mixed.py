@@ -28,6 +28,11 @@ def make_optimizer(make: Make, own: Mapping[int, Make], groups: list[Any]) -> Op
     return OneForEachGroup([own.get(number, make)([group]) for number, group in enumerate(groups)])
 
 
+def members(optimizer: Any) -> Sequence[Any]:
+    """The optimizers of users' classes in what :func:`make_optimizer` has made."""
+    return optimizer.each if isinstance(optimizer, OneForEachGroup) else [optimizer]
+
+
 class OneForEachGroup(Optimizer):
     """An optimizer for each group, with one ``state``.
 
@@ -36,26 +41,26 @@ class OneForEachGroup(Optimizer):
     """
 
     def __init__(self, each: Sequence[Optimizer]) -> None:
-        self._each = each
+        self.each = each
         super().__init__([group for one in each for group in one.param_groups], {})
         self._share()
 
     def _share(self) -> None:
-        self.param_groups = [group for one in self._each for group in one.param_groups]
+        self.param_groups = [group for one in self.each for group in one.param_groups]
         self.state = defaultdict(dict)
-        for one in self._each:
+        for one in self.each:
             self.state.update(one.state)
             one.state = self.state
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Of each."""
-        for one in self._each:
+        for one in self.each:
             one.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; each loads its own."""
         state = state_dict["state"]
-        for one, group in zip(self._each, state_dict["param_groups"], strict=True):
+        for one, group in zip(self.each, state_dict["param_groups"], strict=True):
             own = {number: state[number] for number in group["params"] if number in state}
             one.load_state_dict({"state": own, "param_groups": [group]})
         self._share()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -16,13 +18,13 @@ from torch.optim import Optimizer
 from fastddp.ddp import DistributedDataParallel
 from fastddp.errors import see
 from fastddp.sharding import checkpoint
-from fastddp.sharding.mixed import make_optimizer, without_classes
+from fastddp.sharding.mixed import make_optimizer, members, without_classes
 from fastddp.sharding.notice import ShardedGradient
 from fastddp.sharding.parts import Parts, settings_of
+from fastddp.sharding.probe import Way, find_way
 from fastddp.sharding.scaler import let_scalers_unscale_parts
 from fastddp.sharding.uneven import StepsToTheEnd
-
-_NOT_ELEMENTWISE = ("Adafactor", "Muon", "SparseAdam")
+from fastddp.torch_compat.surface import check_not_shared
 
 
 class ShardedOptimizer(Optimizer, StepsToTheEnd):
@@ -41,8 +43,9 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             ``{"params": biases, "optimizer_class": torch.optim.AdamW, "lr": 3e-4}``. Its settings are in the group; all
             others have that class' defaults.
         shard: "elements": every rank has the same number of elements of each bucket, for optimizers that treat each
-            element by itself (SGD, Adam, AdamW, Adagrad, RMSprop, ...). "parameters": whole parameters, for all others
-            (Muon, Adafactor, ...).
+            element by itself (SGD, Adam, AdamW, Adagrad, RMSprop, ...). "parameters": whole parameters, for others
+            (Muon, Adafactor, ...). None: "elements" where that is right. Of torch's own classes this is known; any
+            other one, with these settings, first takes a few steps on small parameters in fp64.
         gather: "step": when :meth:`step` returns, the current stream sees the new parameters. "forward": it returns at
             once. Who reads a parameter through its module waits for its bucket, so the next forward hides the gather.
             Before parameters are read in another way, call ``model.parameters_ready()``.
@@ -54,7 +57,8 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         RuntimeError: the optimizer is made while gradients are being synchronised.
         TypeError: ``model`` is not a wrapper of fastddp's.
         ValueError: a parameter is not the model's; a class needs whole parameters, or all of them at once (LBFGS);
-            gradients travel in a way that cannot be sharded; or ``parameter_wire`` is another dtype.
+            gradients travel in a way that cannot be sharded; ``parameter_wire`` is another dtype; or another wrapper
+            or sharded optimizer has the model's parameters.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         optimizer_class: Callable[..., Optimizer],
         params: Iterable[Any] | None = None,
         *,
-        shard: Literal["elements", "parameters"] = "elements",
+        shard: Literal["elements", "parameters"] | None = None,
         gather: Literal["step", "forward"] = "step",
         parameter_wire: torch.dtype | None = None,
         **settings: Any,
@@ -74,19 +78,20 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
                 f"parameter_wire must be torch.float16 or torch.bfloat16, got {parameter_wire}." + see("FD024")
             )
         given, own = without_classes(list(model.parameters() if params is None else params))
-        whole = shard == "parameters"
-        for kind in (optimizer_class, *own.values()):
-            _check_class(kind, whole=whole)
         make = functools.partial(optimizer_class, **settings)
-        in_step = gather == "step"
-        self.parts = Parts(model, make, own, whole=whole, wire=parameter_wire, waits_in_step=in_step)
         if given and isinstance(given[0], Tensor):
             given = [parameter for parameter in given if parameter.requires_grad]
-        self._has_stepped = False
         template = make_optimizer(make, own, given)  # checks the settings, and completes the groups
+        whole = _shards_whole(shard, find_way(make, own, template.param_groups))
+        in_step = gather == "step"
+        self.parts = Parts(model, make, own, whole=whole, wire=parameter_wire, waits_in_step=in_step)
+        self._has_stepped, self._shard = False, shard
+        self._kinds = {type(one) for one in members(template)}
         Optimizer.__init__(self, template.param_groups, template.defaults)
         Joinable.__init__(self)
-        self.parts.groups = self.param_groups
+        self.parts.groups, self.parts.optimizer = self.param_groups, weakref.ref(self)
+        if (before := model.engine.sharded) is not None and before.optimizer() is not None:
+            self.parts.check_none_missing()  # as where two optimizers have half of a model each
         model.engine.shard(self.parts)
         let_scalers_unscale_parts()
 
@@ -112,9 +117,9 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         own = None
         if self.parts.inner:  # else the constructor has completed it
             [param_group], classes = without_classes([param_group])
-            if (own := classes.get(0)) is not None:
-                _check_class(own, whole=self.parts.whole)
-            [param_group] = (own or self.parts.make)([param_group]).param_groups
+            make = (own := classes.get(0)) or self.parts.make
+            [param_group] = make([param_group]).param_groups
+            _shards_whole(self._shard, find_way(make, {}, [param_group]), is_late=not self.parts.whole)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -145,28 +150,52 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parts, shards = self.parts, self.parts.shards
-        if parts.model.engine.sharded is not parts:
+        self._begin()
+        if self._only_makes_state():
+            self.parts.make_state()
+            self._has_stepped = True
+            return loss
+        self.parts.check_gradients()
+        self._has_stepped = True
+        self._do("step")
+        return loss
+
+    def _begin(self) -> None:
+        if self.parts.model.engine.sharded is not self.parts:
             raise RuntimeError(
                 "Another ShardedOptimizer has been made for this one's model, or the model's ranks have changed. Step "
                 "the newest one." + see("FD042")
             )
-        with torch.no_grad():
-            shards.begin_step()
-            if self._only_makes_state():
-                parts.make_state()
-                self._has_stepped = True
-                return loss
-            parts.check_gradients()
-            self._has_stepped = True
-            for number in reversed(range(len(shards.buckets))):  # in forward's order
-                parts.step(number)
-                shards.start_gather(number)
+        self.parts.shards.begin_step()
+
+    @torch.no_grad()
+    def _do(self, method: str) -> None:
+        """Call a method for this rank's part of each bucket, and gather parameters."""
+        parts, shards = self.parts, self.parts.shards
+        before = list(map(settings_of, self.param_groups))
+        for number in reversed(range(len(shards.buckets))):  # in forward's order
+            parts.step(number, method)
+            shards.start_gather(number)
+        parts.take_settings(before)
         if parts.waits_in_step:
             shards.wait()
         else:
             shards.wait_where_read(parts.model.module)
-        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """``train`` and ``eval`` of schedule-free optimizers, which all ranks call."""
+        if name.startswith("_") or not any(hasattr(kind, name) for kind in self.__dict__.get("_kinds", ())):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name not in ("train", "eval"):
+            raise AttributeError(
+                f"ShardedOptimizer does not pass on {name} of {' and '.join(kind.__name__ for kind in self._kinds)}, "
+                "since each rank has a part of the optimizer. It has step, zero_grad, train and eval." + see("FD047")
+            )
+        return functools.partial(self._switch, name)
+
+    def _switch(self, mode: str) -> None:
+        self._begin()
+        self._do(mode)
 
     def parameters_ready(self) -> None:
         """Wait until all parameters of the last :meth:`step` are here. On a device only the current stream waits."""
@@ -269,30 +298,28 @@ def _check_model(model: DistributedDataParallel) -> None:
             raise ValueError(f"ShardedOptimizer does not go with {option}: {remedy}." + see("FD042"))
 
 
-def _check(model: object, shard: str, gather: str) -> None:
+def _check(model: object, shard: str | None, gather: str) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"ShardedOptimizer takes a fastddp.DistributedDataParallel, got {type(model).__name__}. Wrap the module "
             "first." + see("FD024")
         )
     _check_model(model)
-    if shard not in ("elements", "parameters"):
-        raise ValueError(f'shard must be "elements" or "parameters", got {shard!r}.' + see("FD024"))
+    check_not_shared(model.engine, if_sharded=False)
+    if shard not in (None, "elements", "parameters"):
+        raise ValueError(f'shard must be "elements", "parameters" or None, got {shard!r}.' + see("FD024"))
     if gather not in ("step", "forward"):
         raise ValueError(f'gather must be "step" or "forward", got {gather!r}.' + see("FD024"))
 
 
-def _check_class(kind: Any, *, whole: bool) -> None:
-    kind = getattr(kind, "func", kind)  # of a functools.partial
-    name = getattr(kind, "__name__", "")
-    if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS):
+def _shards_whole(shard: str | None, way: Way, *, is_late: bool = False) -> bool:
+    """Whether ranks have whole parameters, by the argument and what is known; ``is_late``: they have parts already."""
+    must_be = way.shard == "parameters" or (way.shard == "unknown" and shard is None)
+    if must_be and (is_late or shard == "elements"):
         raise ValueError(
-            f"{name} takes inner products of all gradients at once, and each rank has a part. Use it without "
-            "ShardedOptimizer, over model.parameters()." + see("FD042")
+            f'{way.seen}, and shard="elements" cuts parameters. Leave shard out, or use shard="parameters".'
+            + see("FD046")
         )
-    is_of_torch = getattr(kind, "__module__", "").startswith("torch.optim")
-    if is_of_torch and not whole and name in _NOT_ELEMENTWISE:
-        raise ValueError(
-            f'torch.optim.{name} needs whole parameters, and shard="elements" cuts them. Use shard="parameters".'
-            + see("FD042")
-        )
+    if shard is None and way.shard == "unknown":
+        warnings.warn(f"{way.seen}. So each rank of this ShardedOptimizer has whole parameters.", stacklevel=3)
+    return must_be if shard is None else shard == "parameters"

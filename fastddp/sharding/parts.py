@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fastddp import _C
@@ -15,7 +15,7 @@ from fastddp.ddp import DistributedDataParallel
 from fastddp.errors import see
 from fastddp.in_force import InForce
 from fastddp.sharding import checkpoint
-from fastddp.sharding.mixed import Make, make_optimizer
+from fastddp.sharding.mixed import Make, make_optimizer, members
 from fastddp.sharding.shards import OneBucket, Shards, Span
 from fastddp.sharding.state import gathered
 
@@ -51,6 +51,8 @@ class Parts:
         """The model's."""
         self.groups: list[Group] = []
         """The optimizer's, with the model's parameters."""
+        self.optimizer: Callable[[], object] = lambda: None
+        """The sharded optimizer; None: it is gone."""
         self.inner: list[Optimizer] = []
         """By bucket."""
         self._shards: Shards | None = None
@@ -142,6 +144,9 @@ class Parts:
             state = inner_before[span.bucket].state.get(span.holder, {})
             return {**state, **{key: value for key, value in beside.items() if value is not None}}
 
+        for inner in self.inner if inner_before else ():
+            for old, new in zip(members(inner_before[0]), members(inner), strict=True):
+                carry_over(old, new)
         own = {span.parameter: span for span in self.shards.spans()}
         for index, whole in gathered(before, of_span):
             if index in own:
@@ -157,14 +162,15 @@ class Parts:
             self.inner[span.bucket].state[span.holder] = state
 
     def _inner_of(self, bucket: OneBucket) -> Optimizer:
-        """The optimizer of this rank's part of a bucket."""
+        """The optimizer of this rank's part of a bucket, with an empty parameter in groups of which it has no part."""
         return make_optimizer(self.make, self._own, [self._group_in(bucket, group) for group in self.groups])
 
     def _group_in(self, bucket: OneBucket, group: Group) -> Group:
         parameters = self.parameters.tensors
         holders = {id(parameters[span.parameter]): span.holder for span in bucket.spans}
         found = [holders[id(parameter)] for parameter in group["params"] if id(parameter) in holders]
-        return {**settings_of(group), "params": found}
+        empty = [empty_like(one, bucket.main) for one in group["params"][:1]]
+        return {**settings_of(group), "params": found or empty}
 
     def holders_with_gradients(self) -> list[Tensor]:
         """What this rank steps, where a backward has averaged gradients that nobody has removed since."""
@@ -179,6 +185,7 @@ class Parts:
     def check_parameters(self) -> None:
         """Raise RuntimeError if the gather of parameters has failed, so that some of them are old."""
         self.shards.check()
+        self.shards.follow_modules()  # before others look for parameters that are new there
 
     def parameters_ready(self) -> None:
         """Wait until all parameters are here. On a device only the current stream waits."""
@@ -186,13 +193,21 @@ class Parts:
 
     # ------------------------------------------------------------------------------------------------------- a step
 
-    def step(self, number: int) -> None:
-        """Step this rank's part of bucket ``number``."""
+    def step(self, number: int, method: str = "step") -> None:
+        """Step this rank's part of bucket ``number``, or do something else with it."""
         inner = self.inner[number]
         for group, own in zip(self.groups, inner.param_groups, strict=True):
             own.update(settings_of(group))
-        inner.step()
+        for one in [inner] if method == "step" else members(inner):
+            getattr(one, method, lambda: None)()
 
+    def take_settings(self, before: Sequence[Group]) -> None:
+        """Those that optimizers have changed in their groups; ``before``: all of them, before that."""
+        for inner in self.inner:
+            for group, old, own in zip(self.groups, before, inner.param_groups, strict=True):
+                group.update({name: value for name, value in settings_of(own).items() if value is not old.get(name)})
+
+    @torch.no_grad()
     def make_state(self) -> None:
         """Step with zeros, and leave parameters as they are."""
         for number, bucket in enumerate(self.shards.buckets):
@@ -228,6 +243,18 @@ class OfParts:
 
     param_groups: list[Group]
     parts: Parts
+
+
+def carry_over(old: Optimizer, new: Optimizer) -> None:
+    """What an optimizer has besides groups, and state of parameters: other state, and numbers of its own."""
+    new.state.update({key: value for key, value in old.state.items() if not isinstance(key, Tensor)})
+    vars(new).update({name: value for name, value in vars(old).items() if type(value) in (int, float, bool)})
+
+
+def empty_like(parameter: Tensor, main: Tensor | None = None) -> nn.Parameter:
+    """What optimizers that look at a group's first parameter find where this rank has no part of any."""
+    dtype = parameter.dtype if main is None else main.dtype
+    return nn.Parameter(torch.empty((0, *parameter.shape[1:]), dtype=dtype, device=parameter.device))
 
 
 def settings_of(group: Mapping[str, Any]) -> Group:

@@ -93,7 +93,7 @@ class Shards:
         weakref.finalize(self, _forget, self._parameters, self.notices).atexit = False
         self._memory = [parameter.data_ptr() for parameter in self._parameters]
         lanes = setting.lanes_over(group, with_reads=waits_in_step)
-        self._gather = _C.Gather(lanes, self.sharding, len(self.plan), now.reducer.interruption)
+        self._gather = _C.Gather(lanes, self.sharding, len(self.plan), now.reducer.interruption, now.number.agreed)
         self._numbers = {
             id(self._parameters[index]): number for number, bucket in enumerate(self.plan) for index in bucket
         }
@@ -272,9 +272,19 @@ class Shards:
         self._incomplete.clear()
 
     def wait_where_read(self, module: nn.Module) -> None:
-        """Let parameters arrive. Who reads one through ``module`` or a module in it waits for its bucket."""
+        """Let parameters arrive. Who reads one through ``module`` or a module in it waits for its bucket.
+
+        Buckets of parameters that may be read in another way are here when this returns.
+        """
         self._arriving = ModulesWithArriving(module, self._numbers)
         self._arriving.begin(self._wait_for_parameter)
+        for number in sorted(self._arriving.unseen, reverse=True):
+            self.wait_for(number)
+
+    def follow_modules(self) -> None:
+        """Let those who hold the modules' dictionaries see what was changed in modules since the step."""
+        if self._arriving is not None:
+            self._arriving.follow()
 
     @torch.no_grad()
     def _wait_for_parameter(self, parameter: Tensor) -> None:

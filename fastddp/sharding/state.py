@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastddp import _C
 from fastddp.sharding.shards import Shards, Span
@@ -36,13 +36,7 @@ class Whole:
         """The part that belongs to ``span``, in memory of its own."""
         begin = self.place + span.begin * (2 if span.holder.is_complex() else 1)
         parts = {key: _C.view_of(flat, span.like, begin).clone() for key, flat in self.elements.items()}
-        return {**parts, **{key: _moved(value, span.holder) for key, value in self.values.items()}}
-
-
-def _moved(value: Any, holder: Tensor) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(holder.device).clone() if value.is_cuda else value.clone()
+        return {**parts, **self.values}
 
 
 def gathered(shards: Shards, of_span: Callable[[Span], State]) -> Iterator[tuple[int, Whole]]:
@@ -64,15 +58,19 @@ def gathered(shards: Shards, of_span: Callable[[Span], State]) -> Iterator[tuple
                 wholes[index].elements.update(dict.fromkeys(dtypes))
                 kinds.update(dtypes)
         for key in sorted(kinds):
-            flat = shards.gather_now(number, kinds[key], lambda span, key=key: of_span(span).get(key))  # type: ignore[misc]
+            flat = shards.gather_now(number, kinds[key], lambda span, key=key: _elements(span, of_span(span), key))  # type: ignore[misc]
             for whole in wholes.values():
                 if key in whole.elements:
                     whole.elements[key] = flat
         yield from ((index, whole) for index, whole in wholes.items() if whole.elements or whole.values)
 
 
+def _elements(span: Span, state: State, key: str) -> Tensor | None:
+    return value if is_of_elements(value := state.get(key), span.like) else None
+
+
 def _of_all_ranks(own: Any, shards: Shards) -> list[Any]:
-    """What each rank has. It travels as torch saves it, and loading it runs no code."""
+    """What each rank has. It travels as torch saves it, since an optimizer's state may have objects."""
     saved = io.BytesIO()
     torch.save(own, saved)
     device = shards.buckets[0].flat.device if shards.buckets else torch.device("cpu")
@@ -88,9 +86,14 @@ def _of_all_ranks(own: Any, shards: Shards) -> list[Any]:
 
 
 def _loaded(content: Tensor) -> Any:
+    """On the device of ``content`` what was on another rank's."""
     buffer = bytearray(len(content))
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
-    return torch.load(io.BytesIO(buffer), weights_only=True, map_location="cpu")
+
+    def here(storage: Any, place: str) -> Any:
+        return storage if place == "cpu" else torch.UntypedStorage(len(storage), device=content.device).copy_(storage)
+
+    return torch.load(io.BytesIO(buffer), weights_only=False, map_location=here)
 
 
 def _described(span: Span, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -99,6 +102,6 @@ def _described(span: Span, state: State) -> tuple[dict[str, Any], dict[str, Any]
     return dtypes, {key: value for key, value in state.items() if key not in dtypes}
 
 
-def is_of_elements(value: object, like: Tensor) -> bool:
-    """Whether ``value`` has a value for each element of a span. A scalar says nothing about that."""
-    return isinstance(value, Tensor) and value.shape == like.shape and like.dim() > 0
+def is_of_elements(value: Any, like: Tensor) -> bool:
+    """Whether ``value`` has a value for each element of a span. A scalar says nothing of that, nor does a subclass."""
+    return type(value) in (Tensor, nn.Parameter) and value.shape == like.shape and like.dim() > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,6 @@ from fastddp import presence
 from fastddp.ddp import DistributedDataParallel
 from fastddp.sharding.optimizer import ShardedOptimizer
 from fastddp.sharding.torchs_clipping import model_of
-
-_ELEMENTWISE = {
-    getattr(torch.optim, name)
-    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905
-}
 
 # torch's class stays the one that its name stands for. While its metaclass is this one, calls of it may make another
 # optimizer, also where code has kept a reference to the class. Classes that code derives from it make their own.
@@ -83,8 +78,7 @@ class ShardedZero(ShardedOptimizer):
     def __init__(
         self, model: DistributedDataParallel, optimizer_class: type[Optimizer], params: Any, **settings: Any
     ) -> None:
-        shard: Literal["elements", "parameters"] = "elements" if optimizer_class in _ELEMENTWISE else "parameters"
-        super().__init__(model, optimizer_class, params, shard=shard, **settings)
+        super().__init__(model, optimizer_class, params, **settings)
         self.process_group = model.process_group
         self._consolidated: dict[str, Any] = {}
         presence.say_on_rank_0(

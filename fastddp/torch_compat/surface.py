@@ -30,6 +30,20 @@ wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
 """All of fastddp's in this process."""
 
 
+def check_not_shared(engine: Engine, *, if_sharded: bool) -> None:
+    """Raise ValueError if another wrapper has a parameter of this engine; ``if_sharded``: and shards its gradient."""
+    names = {id(parameter): name for name, parameter in engine.now.parameters}
+    others = [other.engine for other in wrappers if other.engine is not engine]
+    for other in others if not if_sharded else filter(lambda one: one.sharded, others):
+        for parameter in other.now.parameters.tensors:
+            if id(parameter) in names:
+                raise ValueError(
+                    f"Two wrappers have parameter {names[id(parameter)]}, and with a ShardedOptimizer each rank gets a "
+                    "part of its gradient alone, which the other wrapper cannot average. Wrap the module once."
+                    + see("FD047")
+                )
+
+
 @refuse_torchs_helpers
 class TorchSurface(TorchDDP):
     """The small methods of torch's class; the subclass has the constructor and the step."""
@@ -173,6 +187,7 @@ class TorchSurface(TorchDDP):
         assert isinstance(self.engine.reducer, Reducer)
         self.reducer = self.engine.reducer
         self.reducer.belongs_to(self.engine)
+        check_not_shared(self.engine, if_sharded=True)
         wrappers.add(self)
 
     def _register_fused_optim(

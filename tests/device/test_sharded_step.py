@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fake_cuda
 import fastddp
+import optimizers
 from on_device import DEVICE, ORDERS, WARMUP, Case, batch, captured
 from on_ranks import on_ranks
 from ranks import RankPool
@@ -120,3 +121,24 @@ def test_a_graph_of_a_step_goes_on_where_eager_steps_would(rank: int, hook: str)
                 replays[0]()
             found.append([parameter.detach().cpu().clone() for parameter in model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kind", [optimizers.KeepsAnObject, optimizers.ScheduleFree])
+@on_ranks(2, "simulated_ranks")
+def test_state_that_moves_to_another_rank_is_on_its_device(rank: int, kind: Any) -> None:
+    """Of a class that is tried there, too."""
+    case, found = Case(), []
+    for moves in (False, True):
+        model = case.wrapped(rank, DEVICE)
+        optimizer = fastddp.ShardedOptimizer(model, kind, lr=0.01)
+        getattr(optimizer, "train", lambda: None)()
+        for number in range(4):
+            optimizer.zero_grad()
+            case.backward(model, batch(rank, number).to(DEVICE) / 8)
+            if moves and number == 2:
+                model.engine.use_plan([[5], [4, 3, 2, 1, 0]], several_lanes=False)
+            optimizer.step()
+        states = [one for inner in optimizer.parts.inner for state in inner.state.values() for one in state.values()]
+        assert {one.device.type for one in states if isinstance(one, Tensor)} == {DEVICE}
+        found.append([parameter.detach().cpu() for parameter in model.parameters()])
+    torch.testing.assert_close(*found)

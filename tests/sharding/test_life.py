@@ -59,23 +59,13 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "Muon by elements": (
         ValueError,
-        r'Muon needs whole parameters(.|\n)*shard="parameters"(.|\n)*FD042',
-        lambda: sharded(wrapped(), torch.optim.Muon),
+        r'Muon raises ValueError with parts(.|\n)*shard="parameters"(.|\n)*FD046',
+        lambda: sharded(wrapped(), shard="elements", params=[{"params": [], "optimizer_class": torch.optim.Muon}]),
     ),
-    "Muon by elements, in a group": (
+    "Muon in a group that comes later": (
         ValueError,
-        r'Muon needs whole parameters(.|\n)*shard="parameters"(.|\n)*FD042',
-        lambda: sharded(wrapped(), params=[{"params": [], "optimizer_class": torch.optim.Muon}]),
-    ),
-    "Muon by elements, in a group that comes later": (
-        ValueError,
-        r'Muon needs whole parameters(.|\n)*shard="parameters"(.|\n)*FD042',
+        r'Muon raises ValueError with parts(.|\n)*shard="parameters"(.|\n)*FD046',
         lambda: sharded(wrapped()).add_param_group({"params": [], "optimizer_class": torch.optim.Muon}),
-    ),
-    "LBFGS": (
-        ValueError,
-        r"LBFGS takes inner products of all gradients(.|\n)*over model.parameters\(\)(.|\n)*FD042",
-        lambda: sharded(wrapped(), torch.optim.LBFGS, shard="parameters"),
     ),
     "a setting that the class refuses": (ValueError, "Invalid learning rate", lambda: sharded(wrapped(), lr=-1.0)),
     "a parameter of another model": (
@@ -254,6 +244,40 @@ def test_another_optimizer_takes_the_place_of_the_first(rank: int) -> None:
         second.step()
         second.zero_grad()
     assert values(model) == [0.25 - 0.75 - 1.125] * 2
+
+
+@on_ranks(2)
+def test_two_optimizers_that_have_a_half_each_are_refused_when_the_second_is_made(rank: int) -> None:
+    model = wrapped()
+    first, second = ([parameter] for parameter in model.parameters())
+    optimizer = sharded(model, params=first)
+    with pytest.raises(ValueError, match=r"leaves out a(.|\n)*FD042"):
+        sharded(model, params=second)
+    optimizer.add_param_group({"params": second})
+    backward(model, rank)
+    optimizer.step()
+    assert values(model) == [0.25, 0.25]
+    del optimizer
+    sharded(model, params=second).add_param_group({"params": first})
+
+
+@pytest.mark.parametrize("which", ["inner", "outer"])
+@on_ranks(2)
+def test_a_wrapper_around_a_wrapper_and_a_sharded_optimizer_are_refused_whichever_comes_last(
+    rank: int, which: str
+) -> None:
+    inner = wrapped()
+    outer = fastddp.DistributedDataParallel(inner)
+    match = r"Two wrappers have parameter (module\.)?a(.|\n)*Wrap the module once(.|\n)*FD047"
+    with pytest.raises(ValueError, match=match):
+        sharded({"inner": inner, "outer": outer}[which])
+    del outer
+    optimizer = sharded(inner)
+    with pytest.raises(ValueError, match=match):
+        fastddp.DistributedDataParallel(inner)
+    backward(inner, rank)
+    optimizer.step()
+    assert values(inner) == [0.25, 0.25]
 
 
 @on_ranks(2)

@@ -22,6 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils import clip_grad_norm_
 
 import fastddp
+import optimizers as small
 from on_ranks import on_ranks
 from ranks import RankPool
 from side_by_side import RESUMED, Trained, differences, resumed_elsewhere, same_training, under, without_buffers
@@ -198,6 +199,18 @@ def test_where_gradients_cannot_be_sharded_a_warning_says_why(rank: int) -> None
         step(rank, model, 0)
         assert clip_grad_norm_(model.parameters(), 1e-3) > 1e-3
         zero.step()
+
+
+@on_ranks(2)
+def test_classes_that_are_not_torchs_are_tried(rank: int) -> None:
+    with fastddp.patch():
+        for kind, whole in ((small.Lion, False), (small.LARS, True)):
+            zero: Any = wrapped({}, optimizer_class=kind)[1]
+            assert zero.parts.whole is whole
+        model = nn.parallel.DistributedDataParallel(without_buffers())
+        with pytest.warns(UserWarning, match=r"stays torch's(.|\n)*Prodigy steps parameters(.|\n)*FD046"):
+            zero = ZeroRedundancyOptimizer(model.parameters(), small.Prodigy, lr=0.1)
+    assert not isinstance(zero, fastddp.ShardedOptimizer)
 
 
 @on_ranks(2)
