@@ -210,6 +210,7 @@ class Engine:
 
     def register_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Use this hook from now on; see :meth:`fastddp.DistributedDataParallel.register_comm_hook`."""
+        self.reducer.repair_if_failed()  # other ranks may wait for that, and for nothing else
         self._use(self._schedule_of(state, hook))
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
@@ -289,6 +290,7 @@ class Engine:
 
     def use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:
         """Use these buckets and lanes from the next window on."""
+        self.reducer.repair_if_failed()
         if self.sharded is not None:
             plan = with_one_dtype(plan, self.now.parameters.tensors)
         is_another = plan != self.now.setting.plan
@@ -312,6 +314,7 @@ class Engine:
             ValueError: gradients travel in a way that cannot be sharded. Nothing has been changed.
         """
         now = self.now
+        self.reducer.repair_if_failed()
         for exchange in (now.exchange, *getattr(self.schedule, "may_use", ())):
             check_shardable(exchange, now.setting)
         plan = with_one_dtype(now.setting.plan, now.parameters.tensors)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 
 import fastddp
 from fastddp import comm_hooks
+from models import Expected, RaisesInBackward
 from training_oracle import LEARNING_RATE, OPTIMIZERS, Oracle, curvature, factors, first_values, groups_of
 from training_programs import (
     Backward,
     Clip,
     Discard,
+    Fail,
     Forward,
     Halves,
     Load,
@@ -48,13 +50,15 @@ class Model(nn.Module):
         dtype = getattr(torch, program.dtype)
         self.layers = nn.ModuleList([_Layer(values.to(dtype)) for values in first_values(program)])
 
-    def forward(self, number: int, skip: frozenset[int]) -> Tensor:
+    def forward(self, number: int, skip: frozenset[int], fails: bool = False) -> Tensor:
         losses = []
         for index, layer in enumerate(self.layers):
             if index not in skip:
                 parameter: Any = layer.parameter
                 given = factors(self.program, self.rank, number, index).to(parameter.dtype)
                 losses.append((parameter * given).sum() + curvature(self.program) / 2 * parameter.square().sum())
+        if fails:
+            losses[0] = RaisesInBackward.apply(losses[0])
         return torch.stack(losses).sum()
 
 
@@ -82,13 +86,13 @@ class Execution:
 
     # ------------------------------------------------------------------------------------------------------- a window
 
-    def _forward(self, skip: frozenset[int]) -> Tensor:
+    def _forward(self, skip: frozenset[int], fails: bool = False) -> Tensor:
         self._forwards += 1
-        loss: Tensor = self.model(self._forwards - 1, skip)
+        loss: Tensor = self.model(self._forwards - 1, skip, fails)
         return loss
 
     def _syncing(self, sync: bool) -> Any:
-        return nullcontext() if sync else self.model.no_sync()
+        return contextlib.nullcontext() if sync else self.model.no_sync()
 
     def run(self, op: Op) -> None:
         match op:
@@ -101,8 +105,10 @@ class Execution:
                 for loss in losses:
                     loss.backward()
             case Forward():
-                with nullcontext() if op.with_gradients else torch.no_grad(), self._syncing(op.sync):
+                with contextlib.nullcontext() if op.with_gradients else torch.no_grad(), self._syncing(op.sync):
                     self._forward(frozenset())
+            case Fail():
+                self._fail(op.repairs)
             case Zero():
                 self._zero(op.how)
             case Step():
@@ -128,6 +134,16 @@ class Execution:
         with self._syncing(op.sync):
             losses += [self._forward(skip) for _ in range(op.forwards)]
             torch.stack(losses).sum().backward()
+
+    def _fail(self, repairs: bool) -> None:
+        skip = self.program.unused[self.rank] if self.program.usage == "static_graph" else frozenset[int]()
+        with contextlib.suppress(Expected):
+            self._forward(skip, fails=True).backward()
+            raise AssertionError("backward did not raise")
+        self.model.zero_grad()
+        if repairs:
+            with torch.no_grad():
+                self._forward(frozenset())
 
     def _zero(self, how: str) -> None:
         in_place = how.endswith("in place")
@@ -262,7 +278,7 @@ def difference(program: TrainingProgram, rank: int, *, known: bool = False) -> s
                 oracle.lack([after - before for after, before in zip(now, errors, strict=True)])
             if oracle.steps > steps:
                 at_step = now
-            elif isinstance(op, Discard | Zero) and (found := _compare("error", now, at_step, 0.0)):
+            elif isinstance(op, Discard | Fail | Zero) and (found := _compare("error", now, at_step, 0.0)):
                 return f"after op {number}, {op}: {found}"
             errors = now
         if isinstance(op, Load | Step) and (program.gather == "step" or getattr(op, "looks", True)):

@@ -14,6 +14,7 @@ from training_programs import (
     Backward,
     Clip,
     Discard,
+    Fail,
     Forward,
     Halves,
     Kind,
@@ -142,6 +143,7 @@ class Oracle:
         self.forwards = self.windows = self.steps = 0
         self.is_fresh = False
         """Whether the last window's gradients are as it has left them."""
+        self._is_void = False  # the last window has failed, and no forward has been
         self.is_pending = False
         """Whether there were windows since the last step."""
 
@@ -162,6 +164,8 @@ class Oracle:
                 return op if self._known or not (is_taken_back or is_undone) else None
             case Step():
                 return op if self._may_step() else None
+            case Fail():
+                return Fail(op.repairs or self._remembers)
             case Clip():
                 return op if self.is_fresh and self._are_equal() else None
             case Save():
@@ -207,11 +211,13 @@ class Oracle:
         return all(map(is_equal, self.gradients))
 
     def _may_step(self) -> bool:
-        return self.optimizer is not None and self._are_equal() and not (self.program.sharded and self.local)
+        is_local = self.program.sharded and self.local
+        return self.optimizer is not None and not self._is_void and self._are_equal() and not is_local
 
     # --------------------------------------------------------------------------------------------------- what it does
 
     def run(self, op: Op) -> None:
+        self._is_void = self._is_void and not isinstance(op, Backward | Halves | Forward)
         self.is_fresh = self.is_fresh and isinstance(op, Forward) and not op.with_gradients
         match op:
             case Backward():
@@ -221,6 +227,11 @@ class Oracle:
             case Forward():
                 self.forwards += 1
                 self.armed |= op.with_gradients and op.sync
+            case Fail():
+                self.forwards += 1 + op.repairs
+                self._zero("model")
+                self.armed = self.is_pending = self._came_locally = False
+                self._is_void = not op.repairs
             case Zero():
                 self._zero(op.how)
             case Step():
