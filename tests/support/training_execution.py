@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import fastddp
 from fastddp import comm_hooks
 from models import Expected, RaisesInBackward
-from training_oracle import LEARNING_RATE, OPTIMIZERS, Oracle, curvature, factors, first_values, groups_of
+from training_oracle import OPTIMIZERS, Oracle, curvature, factors, first_values, groups_of
 from training_programs import (
     Backward,
     Clip,
@@ -33,6 +32,8 @@ from training_programs import (
     Zero,
     draw_program,
 )
+
+_Errors = list[Tensor]
 
 
 class _Layer(nn.Module):
@@ -95,6 +96,10 @@ class Execution:
         return contextlib.nullcontext() if sync else self.model.no_sync()
 
     def run(self, op: Op) -> None:
+        self._run_window(op)
+        self._run_optimizer(op)
+
+    def _run_window(self, op: Op) -> None:
         match op:
             case Backward():
                 self._backward(op)
@@ -111,6 +116,9 @@ class Execution:
                 self._fail(op.repairs)
             case Zero():
                 self._zero(op.how)
+
+    def _run_optimizer(self, op: Op) -> None:
+        match op:
             case Step():
                 self._step(op.looks)
             case Clip():
@@ -236,7 +244,7 @@ class Execution:
                 self.model.register_comm_hook(None, getattr(comm_hooks, f"{hook}_compress_hook"))
 
     def errors(self) -> list[Tensor] | None:
-        """By parameter, what averages lack and a hook remembers, in fp64. A collective. None: hooks remember nothing."""
+        """By parameter, what averages lack and a hook remembers, in fp64. A collective. None: none remembers."""
         if self.program.hook not in ("int8", "PowerSGD"):
             return None
         ranks = dist.get_world_size() if self.program.hook == "PowerSGD" else 1
@@ -264,7 +272,7 @@ def difference(program: TrainingProgram, rank: int, *, known: bool = False) -> s
     for number, drawn in enumerate(program.ops):
         if (op := oracle.legal(drawn)) is None:
             continue
-        windows, steps = oracle.windows, oracle.steps
+        before = oracle.windows, oracle.steps, oracle.is_pending
         try:
             execution.run(op)
         except Exception as error:
@@ -272,15 +280,9 @@ def difference(program: TrainingProgram, rank: int, *, known: bool = False) -> s
             raise
         oracle.run(op)
         if errors is not None and at_step is not None:
-            now = execution.errors()
-            assert now is not None
-            if oracle.windows > windows:
-                oracle.lack([after - before for after, before in zip(now, errors, strict=True)])
-            if oracle.steps > steps:
-                at_step = now
-            elif isinstance(op, Discard | Fail | Zero) and (found := _compare("error", now, at_step, 0.0)):
+            errors, at_step, found = _follow(oracle, execution, op, before, (errors, at_step))
+            if found:
                 return f"after op {number}, {op}: {found}"
-            errors = now
         if isinstance(op, Load | Step) and (program.gather == "step" or getattr(op, "looks", True)):
             found = _compare("parameter", execution.parameters, oracle.parameters, oracle.tolerance())
             if found:
@@ -288,6 +290,32 @@ def difference(program: TrainingProgram, rank: int, *, known: bool = False) -> s
     execution.model.parameters_ready()
     found = _compare("parameter", execution.parameters, oracle.parameters, oracle.tolerance())
     return f"at the end: {found}" if found else _unequal_ranks(execution.parameters)
+
+
+def _follow(
+    oracle: Oracle, execution: Execution, op: Op, before: tuple[int, int, bool], errors: tuple[_Errors, _Errors]
+) -> tuple[_Errors, _Errors, str]:
+    """What a hook remembers after ``op``, and did at the last step; and what is wrong with it.
+
+    Args:
+        oracle: it learns what the averages of this op's windows lack.
+        execution: after ``op``.
+        op: what was done.
+        before: the oracle's windows and steps before, and whether there were windows since the last step.
+        errors: what a hook remembered before, and at the last step.
+    """
+    windows, steps, was_pending = before
+    now, (then, at_step) = execution.errors(), errors
+    assert now is not None
+    if oracle.windows > windows:
+        oracle.lack([after - earlier for after, earlier in zip(now, then, strict=True)])
+    if oracle.steps > steps:
+        return now, now, ""
+    if isinstance(op, Discard | Fail):
+        return at_step, at_step, _compare("error", now, at_step, 0.0)
+    if isinstance(op, Zero) and was_pending:  # the step is not taken, which the next forward may find out
+        return at_step, at_step, ""
+    return now, at_step, ""
 
 
 @torch.no_grad()

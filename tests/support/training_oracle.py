@@ -35,7 +35,7 @@ class _Own(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -159,9 +159,11 @@ class Oracle:
                 is_refused = self._came_locally and not self._known
                 return None if self.armed or is_open or is_refused or self.program.usage == "static_graph" else op
             case Zero():
-                is_taken_back = self._added and self.program.sharded and op.how in ("module, in place", "zero_", "zeros")
-                is_undone = self._remembers and self.is_pending
-                return op if self._known or not (is_taken_back or is_undone) else None
+                by_hand = op.how in ("module, in place", "zero_", "zeros")
+                is_taken_back = self._added and self.program.sharded and by_hand and not self._known
+                # Before an optimizer has stepped, nothing says that one has not.
+                is_undone = self._remembers and self.is_pending and not (self._known and self.steps)
+                return None if is_taken_back or is_undone else op
             case Step():
                 return op if self._may_step() else None
             case Fail():
@@ -219,6 +221,10 @@ class Oracle:
     def run(self, op: Op) -> None:
         self._is_void = self._is_void and not isinstance(op, Backward | Halves | Forward)
         self.is_fresh = self.is_fresh and isinstance(op, Forward) and not op.with_gradients
+        self._run_window(op)
+        self._run_optimizer(op)
+
+    def _run_window(self, op: Op) -> None:
         match op:
             case Backward():
                 self._backward(op)
@@ -234,6 +240,10 @@ class Oracle:
                 self._is_void = not op.repairs
             case Zero():
                 self._zero(op.how)
+                self.is_pending = False
+
+    def _run_optimizer(self, op: Op) -> None:
+        match op:
             case Step():
                 self._step()
             case Clip():

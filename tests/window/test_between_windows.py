@@ -57,9 +57,7 @@ def a_step_that_is_discarded(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [another_hook, a_sharded_optimizer, a_step_that_is_discarded])
-@pytest.mark.parametrize(
-    "moment", [after_a_forward, after_a_backward_that_raised, after_one_that_raised_on_a_rank]
-)
+@pytest.mark.parametrize("moment", [after_a_forward, after_a_backward_that_raised, after_one_that_raised_on_a_rank])
 @on_ranks(2)
 def test_training_goes_on(rank: int, moment: Callable[..., None], change: Callable[[Any], Any]) -> None:
     warnings.simplefilter("ignore")
