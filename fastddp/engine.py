@@ -212,6 +212,9 @@ class Engine:
         """Use this hook from now on; see :meth:`fastddp.DistributedDataParallel.register_comm_hook`."""
         self.reducer.repair_if_failed()  # other ranks may wait for that, and for nothing else
         self._use(self._schedule_of(state, hook))
+        if self.reducer.state == "armed" and self._adds_up_weights():  # the forward has, of the ranks of before
+            self._weight.send(self.now.exchange.group(self.now.setting), counts=True)
+            self._set_weighting()
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
         this = weakref.ref(self)  # a state may outlive the model
@@ -391,12 +394,15 @@ class Engine:
 
     def arm(self, output: Any) -> None:
         """Let the backward from ``output`` synchronise gradients."""
+        self._set_weighting()
+        self.reducer.arm(tensors_in(output))
+
+    def _set_weighting(self) -> None:
         if self._adds_up_weights():
             self.reducer.set_weighting(_C.Weighting.share, self._weight.share())
         else:
             is_sum = self.recipe.gradient_average == "sum"
             self.reducer.set_weighting(_C.Weighting.sum if is_sum else _C.Weighting.mean)
-        self.reducer.arm(tensors_in(output))
 
     def zero_gradients(self) -> None:
         """``zero_grad`` has removed what is in ``.grad``: remove gradients that are elsewhere."""

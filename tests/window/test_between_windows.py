@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastddp
@@ -74,3 +75,13 @@ def test_training_goes_on(rank: int, moment: Callable[..., None], change: Callab
     else:
         changed.step()
         assert [parameter.tolist() for parameter in model.parameters()] == [[-1.5] * 3, [-1.5] * 4]
+
+
+@on_ranks(2)
+def test_a_hook_after_a_forward_has_the_weights_of_its_own_ranks(rank: int) -> None:
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    model = fastddp.DistributedDataParallel(Two(), gradient_average=lambda: rank + 1.0)
+    loss = model(torch.tensor(rank + 1.0))
+    model.register_comm_hook(comm_hooks.CompressState(alone), comm_hooks.fp16_compress_hook)
+    loss.backward()
+    assert [gradient.tolist() for gradient in gradients(model)] == [[rank + 1.0] * 3, [rank + 1.0] * 4]
