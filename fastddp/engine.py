@@ -217,7 +217,11 @@ class Engine:
 
     def register_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Use this hook from now on; see :meth:`fastddp.DistributedDataParallel.register_comm_hook`."""
+        self.reducer.repair_if_failed()  # other ranks may wait for that, and for nothing else
         self._use(self._schedule_of(state, hook))
+        if self.reducer.state == "armed" and self._adds_up_weights():  # the forward has, of the ranks of before
+            self._weight.send(self.now.exchange.group(self.now.setting), counts=True)
+            self._set_weighting()
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
         this = weakref.ref(self)  # a state may outlive the model
@@ -296,6 +300,7 @@ class Engine:
 
     def use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:
         """Use these buckets and lanes from the next window on."""
+        self.reducer.repair_if_failed()
         if self.sharded is not None:
             plan = with_one_dtype(plan, self.now.parameters.tensors)
         is_another = plan != self.now.setting.plan
@@ -319,6 +324,7 @@ class Engine:
             ValueError: gradients travel in a way that cannot be sharded. Nothing has been changed.
         """
         now = self.now
+        self.reducer.repair_if_failed()
         for exchange in (now.exchange, *getattr(self.schedule, "may_use", ())):
             check_shardable(exchange, now.setting)
         plan = with_one_dtype(now.setting.plan, now.parameters.tensors)
@@ -395,12 +401,15 @@ class Engine:
 
     def arm(self, output: Any) -> None:
         """Let the backward from ``output`` synchronise gradients."""
+        self._set_weighting()
+        self.reducer.arm(tensors_in(output))
+
+    def _set_weighting(self) -> None:
         if self._adds_up_weights():
             self.reducer.set_weighting(_C.Weighting.share, self._weight.share())
         else:
             is_sum = self.recipe.gradient_average == "sum"
             self.reducer.set_weighting(_C.Weighting.sum if is_sum else _C.Weighting.mean)
-        self.reducer.arm(tensors_in(output))
 
     def zero_gradients(self) -> None:
         """``zero_grad`` has removed what is in ``.grad``: remove gradients that are elsewhere."""

@@ -115,6 +115,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("only_if") = py::none(), no_gil)
       .def("missing", &Reducer::missing, no_gil)
       .def("give_up", &Reducer::give_up, no_gil)
+      .def("repair_if_failed", &Reducer::repair_if_failed, no_gil)
       .def("shadow_window", &Reducer::shadow_window, no_gil)
       .def(
           "set_weighting",

@@ -381,6 +381,7 @@ void Reducer::note_optimizer(bool begins) {
 
 void Reducer::discard_step(at::Tensor only_if) {
   const std::lock_guard lock(mutex_);
+  notice_failure();
   if (window_.is(WindowState::failed)) return;  // repair() undoes it
   TORCH_CHECK(!window_.is(WindowState::reducing) && !window_.is(WindowState::partial) && !conductor_.is_busy(),
               "fastddp: a step can be discarded after its backward only, not while its gradients travel", see("FD014"));

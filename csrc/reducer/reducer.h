@@ -53,6 +53,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
   void give_up();
 
+  // Repairs a window that failed, as the next forward would, unless a backward runs this.
+  void repair_if_failed();
+
   // Takes part in the collectives of a window of other ranks, in which this rank has nothing to add (torch's Join).
   void shadow_window();
 

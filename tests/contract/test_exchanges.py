@@ -130,10 +130,14 @@ def left_out(rank: int) -> tuple[int, ...]:
     return (0, 4) if rank == 0 else (4,)
 
 
-def with_unused(rank: int, exchange: Exchange, view: bool) -> tuple[list[list[Tensor | None]], list[Tensor]]:
+Pairs = list[list[Tensor | None]]
+
+
+def with_unused(rank: int, exchange: Exchange, view: bool) -> tuple[list[list[Tensor | None]], list[Tensor], Pairs]:
     """Averages of each window, and behind it what waits of the parameter that nobody uses in every second one.
 
-    In the window after that its gradient comes behind its bucket, and counts in the norm.
+    In the window after that its gradient comes behind its bucket, and counts in the norm. At last its average and what
+    waits of it, before and after a window that adds to other averages alone.
     """
     training = Training(rank, exchange, find_unused_parameters=True, gradient_as_bucket_view=view)
     found, waiting = [], []
@@ -144,7 +148,11 @@ def with_unused(rank: int, exchange: Exchange, view: bool) -> tuple[list[list[Te
             continue
         norm = torch.nn.utils.get_total_norm([gradient for gradient in found[-1] if gradient is not None])
         torch.testing.assert_close(training.model.last_grad_norm().cpu().float(), norm, rtol=1e-5, atol=0)
-    return found, waiting
+    training.step(WINDOWS)
+    beside = [[training.gradients()[4], training.left_out_of(4)]]
+    training.loss(WINDOWS, (4,)).backward()
+    beside.append([training.gradients()[4], training.left_out_of(4)])
+    return found, waiting, beside
 
 
 @pytest.mark.parametrize(("exchange", "view"), exchanges_and([False, True]))
@@ -153,12 +161,11 @@ def test_what_some_ranks_leave_out_counts_as_zeros_and_what_all_do_is_left_alone
 ) -> None:
     of_ranks = exchange.run(pools, with_unused, view)
     for window in range(WINDOWS):
-        found = [averages[window] for averages, _ in of_ranks]
+        found = [averages[window] for averages, _, _ in of_ranks]
         expected = means(exchange, window)
         if window % 2:
-            for _, waiting in of_ranks:
-                most = float(waiting[window - 1].abs().max()) if waiting[window - 1].numel() else 0.0
-                torch.testing.assert_close(waiting[window], waiting[window - 1], rtol=0, atol=0.01 * most)
+            for _, waiting, _ in of_ranks:
+                assert_waiting(waiting[window], waiting[window - 1])
             assert all(gradients[4] is None or not gradients[4].any() for gradients in found)
             for gradients in found:
                 gradients[4] = torch.zeros(SHAPES[4])
@@ -167,30 +174,14 @@ def test_what_some_ranks_leave_out_counts_as_zeros_and_what_all_do_is_left_alone
             )
         # Those that leave much out count with what they had left out before, too.
         assert_averages(found, expected, 2 * exchange.rounding)
-
-
-def beside_an_older_one(rank: int, exchange: Exchange, view: bool) -> list[list[Tensor]]:
-    """A parameter's average, and what waits of it, before and after a window that adds to others alone."""
-    training = Training(rank, exchange, find_unused_parameters=True, gradient_as_bucket_view=view)
-    for window in range(WINDOWS):
-        training.step(window)
-    found = []
-    for left_out in ((), (4,)):
-        training.loss(WINDOWS, left_out).backward()
-        average = training.gradients()[4]
-        assert average is not None
-        found.append([average, training.left_out_of(4)])
-    return found
-
-
-@pytest.mark.parametrize(("exchange", "view"), exchanges_and([False, True]))
-def test_an_average_that_a_later_window_of_the_step_leaves_alone_is_not_remembered_as_left_out(
-    pools: dict[str, RankPool], exchange: Exchange, view: bool
-) -> None:
-    for before, after in exchange.run(pools, beside_an_older_one, view):
-        most = float(before[1].abs().max()) if before[1].numel() else 0.0
+    for _, _, (before, after) in of_ranks:
         assert torch.equal(before[0], after[0])
-        torch.testing.assert_close(before[1], after[1], rtol=0, atol=0.01 * most)
+        assert_waiting(after[1], before[1])
+
+
+def assert_waiting(found: Tensor, expected: Tensor) -> None:
+    most = float(expected.abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.01 * most)
 
 
 # --------------------------------------------------------------------------------------------------------- failures

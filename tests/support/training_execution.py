@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import fastddp
 from fastddp import comm_hooks
-from training_oracle import LEARNING_RATE, OPTIMIZERS, Oracle, curvature, factors, first_values, groups_of
+from models import Expected, RaisesInBackward
+from training_oracle import OPTIMIZERS, Oracle, curvature, factors, first_values, groups_of
 from training_programs import (
     Backward,
     Clip,
     Discard,
+    Fail,
     Forward,
     Halves,
     Load,
@@ -31,6 +32,8 @@ from training_programs import (
     Zero,
     draw_program,
 )
+
+_Errors = list[Tensor]
 
 
 class _Layer(nn.Module):
@@ -48,13 +51,15 @@ class Model(nn.Module):
         dtype = getattr(torch, program.dtype)
         self.layers = nn.ModuleList([_Layer(values.to(dtype)) for values in first_values(program)])
 
-    def forward(self, number: int, skip: frozenset[int]) -> Tensor:
+    def forward(self, number: int, skip: frozenset[int], fails: bool = False) -> Tensor:
         losses = []
         for index, layer in enumerate(self.layers):
             if index not in skip:
                 parameter: Any = layer.parameter
                 given = factors(self.program, self.rank, number, index).to(parameter.dtype)
                 losses.append((parameter * given).sum() + curvature(self.program) / 2 * parameter.square().sum())
+        if fails:
+            losses[0] = RaisesInBackward.apply(losses[0])
         return torch.stack(losses).sum()
 
 
@@ -82,15 +87,19 @@ class Execution:
 
     # ------------------------------------------------------------------------------------------------------- a window
 
-    def _forward(self, skip: frozenset[int]) -> Tensor:
+    def _forward(self, skip: frozenset[int], fails: bool = False) -> Tensor:
         self._forwards += 1
-        loss: Tensor = self.model(self._forwards - 1, skip)
+        loss: Tensor = self.model(self._forwards - 1, skip, fails)
         return loss
 
     def _syncing(self, sync: bool) -> Any:
-        return nullcontext() if sync else self.model.no_sync()
+        return contextlib.nullcontext() if sync else self.model.no_sync()
 
     def run(self, op: Op) -> None:
+        self._run_window(op)
+        self._run_optimizer(op)
+
+    def _run_window(self, op: Op) -> None:
         match op:
             case Backward():
                 self._backward(op)
@@ -101,10 +110,15 @@ class Execution:
                 for loss in losses:
                     loss.backward()
             case Forward():
-                with nullcontext() if op.with_gradients else torch.no_grad(), self._syncing(op.sync):
+                with contextlib.nullcontext() if op.with_gradients else torch.no_grad(), self._syncing(op.sync):
                     self._forward(frozenset())
+            case Fail():
+                self._fail(op.repairs)
             case Zero():
                 self._zero(op.how)
+
+    def _run_optimizer(self, op: Op) -> None:
+        match op:
             case Step():
                 self._step(op.looks)
             case Clip():
@@ -128,6 +142,16 @@ class Execution:
         with self._syncing(op.sync):
             losses += [self._forward(skip) for _ in range(op.forwards)]
             torch.stack(losses).sum().backward()
+
+    def _fail(self, repairs: bool) -> None:
+        skip = self.program.unused[self.rank] if self.program.usage == "static_graph" else frozenset[int]()
+        with contextlib.suppress(Expected):
+            self._forward(skip, fails=True).backward()
+            raise AssertionError("backward did not raise")
+        self.model.zero_grad()
+        if repairs:
+            with torch.no_grad():
+                self._forward(frozenset())
 
     def _zero(self, how: str) -> None:
         in_place = how.endswith("in place")
@@ -220,7 +244,7 @@ class Execution:
                 self.model.register_comm_hook(None, getattr(comm_hooks, f"{hook}_compress_hook"))
 
     def errors(self) -> list[Tensor] | None:
-        """By parameter, what averages lack and a hook remembers, in fp64. A collective. None: hooks remember nothing."""
+        """By parameter, what averages lack and a hook remembers, in fp64. A collective. None: none remembers."""
         if self.program.hook not in ("int8", "PowerSGD"):
             return None
         ranks = dist.get_world_size() if self.program.hook == "PowerSGD" else 1
@@ -248,7 +272,7 @@ def difference(program: TrainingProgram, rank: int, *, known: bool = False) -> s
     for number, drawn in enumerate(program.ops):
         if (op := oracle.legal(drawn)) is None:
             continue
-        windows, steps = oracle.windows, oracle.steps
+        before = oracle.windows, oracle.steps, oracle.is_pending
         try:
             execution.run(op)
         except Exception as error:
@@ -256,15 +280,9 @@ def difference(program: TrainingProgram, rank: int, *, known: bool = False) -> s
             raise
         oracle.run(op)
         if errors is not None and at_step is not None:
-            now = execution.errors()
-            assert now is not None
-            if oracle.windows > windows:
-                oracle.lack([after - before for after, before in zip(now, errors, strict=True)])
-            if oracle.steps > steps:
-                at_step = now
-            elif isinstance(op, Discard | Zero) and (found := _compare("error", now, at_step, 0.0)):
+            errors, at_step, found = _follow(oracle, execution, op, before, (errors, at_step))
+            if found:
                 return f"after op {number}, {op}: {found}"
-            errors = now
         if isinstance(op, Load | Step) and (program.gather == "step" or getattr(op, "looks", True)):
             found = _compare("parameter", execution.parameters, oracle.parameters, oracle.tolerance())
             if found:
@@ -272,6 +290,32 @@ def difference(program: TrainingProgram, rank: int, *, known: bool = False) -> s
     execution.model.parameters_ready()
     found = _compare("parameter", execution.parameters, oracle.parameters, oracle.tolerance())
     return f"at the end: {found}" if found else _unequal_ranks(execution.parameters)
+
+
+def _follow(
+    oracle: Oracle, execution: Execution, op: Op, before: tuple[int, int, bool], errors: tuple[_Errors, _Errors]
+) -> tuple[_Errors, _Errors, str]:
+    """What a hook remembers after ``op``, and did at the last step; and what is wrong with it.
+
+    Args:
+        oracle: it learns what the averages of this op's windows lack.
+        execution: after ``op``.
+        op: what was done.
+        before: the oracle's windows and steps before, and whether there were windows since the last step.
+        errors: what a hook remembered before, and at the last step.
+    """
+    windows, steps, was_pending = before
+    now, (then, at_step) = execution.errors(), errors
+    assert now is not None
+    if oracle.windows > windows:
+        oracle.lack([after - earlier for after, earlier in zip(now, then, strict=True)])
+    if oracle.steps > steps:
+        return now, now, ""
+    if isinstance(op, Discard | Fail):
+        return at_step, at_step, _compare("error", now, at_step, 0.0)
+    if isinstance(op, Zero) and was_pending:  # the step is not taken, which the next forward may find out
+        return at_step, at_step, ""
+    return now, at_step, ""
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from training_programs import (
     Backward,
     Clip,
     Discard,
+    Fail,
     Forward,
     Halves,
     Kind,
@@ -34,7 +35,7 @@ class _Own(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -142,6 +143,7 @@ class Oracle:
         self.forwards = self.windows = self.steps = 0
         self.is_fresh = False
         """Whether the last window's gradients are as it has left them."""
+        self._is_void = False  # the last window has failed, and no forward has been
         self.is_pending = False
         """Whether there were windows since the last step."""
 
@@ -157,11 +159,15 @@ class Oracle:
                 is_refused = self._came_locally and not self._known
                 return None if self.armed or is_open or is_refused or self.program.usage == "static_graph" else op
             case Zero():
-                is_taken_back = self._added and self.program.sharded and op.how in ("module, in place", "zero_", "zeros")
-                is_undone = self._remembers and self.is_pending
-                return op if self._known or not (is_taken_back or is_undone) else None
+                by_hand = op.how in ("module, in place", "zero_", "zeros")
+                is_taken_back = self._added and self.program.sharded and by_hand and not self._known
+                # Before an optimizer has stepped, nothing says that one has not.
+                is_undone = self._remembers and self.is_pending and not (self._known and self.steps)
+                return None if is_taken_back or is_undone else op
             case Step():
                 return op if self._may_step() else None
+            case Fail():
+                return Fail(op.repairs or self._remembers)
             case Clip():
                 return op if self.is_fresh and self._are_equal() else None
             case Save():
@@ -207,12 +213,18 @@ class Oracle:
         return all(map(is_equal, self.gradients))
 
     def _may_step(self) -> bool:
-        return self.optimizer is not None and self._are_equal() and not (self.program.sharded and self.local)
+        is_local = self.program.sharded and self.local
+        return self.optimizer is not None and not self._is_void and self._are_equal() and not is_local
 
     # --------------------------------------------------------------------------------------------------- what it does
 
     def run(self, op: Op) -> None:
+        self._is_void = self._is_void and not isinstance(op, Backward | Halves | Forward)
         self.is_fresh = self.is_fresh and isinstance(op, Forward) and not op.with_gradients
+        self._run_window(op)
+        self._run_optimizer(op)
+
+    def _run_window(self, op: Op) -> None:
         match op:
             case Backward():
                 self._backward(op)
@@ -221,8 +233,17 @@ class Oracle:
             case Forward():
                 self.forwards += 1
                 self.armed |= op.with_gradients and op.sync
+            case Fail():
+                self.forwards += 1 + op.repairs
+                self._zero("model")
+                self.armed = self.is_pending = self._came_locally = False
+                self._is_void = not op.repairs
             case Zero():
                 self._zero(op.how)
+                self.is_pending = False
+
+    def _run_optimizer(self, op: Op) -> None:
+        match op:
             case Step():
                 self._step()
             case Clip():

@@ -50,6 +50,13 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class Fail:
+    """A backward that raises on all ranks; then gradients are removed. ``repairs``: the next forward comes at once."""
+
+    repairs: bool
+
+
+@dataclass(frozen=True)
 class Zero:
     """Gradients are set to zero."""
 
@@ -99,7 +106,7 @@ class Load:
     into_another: bool
 
 
-Op = Backward | Halves | Forward | Zero | Step | Clip | Discard | MakeOptimizer | RegisterHook | Save | Load
+Op = Backward | Halves | Forward | Fail | Zero | Step | Clip | Discard | MakeOptimizer | RegisterHook | Save | Load
 
 
 @dataclass(frozen=True)
@@ -159,6 +166,9 @@ def _op(draw: random.Random, number: int, ranks: int) -> list[Op]:
         Load(draw.random() < 0.3),
         Load(False),
     ]
+    if kind == 15:
+        failing = Fail(draw.random() < 0.3)
+        return [failing] if draw.random() < 0.3 else [failing, draw.choice(others)]
     return [draw.choice(others)]
 
 
