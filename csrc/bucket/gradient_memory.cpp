@@ -29,9 +29,6 @@ at::Tensor empty_gradient(const at::Tensor& parameter, c10::ScalarType dtype) {
                                                   : at::empty(parameter.sizes(), options);
 }
 
-GradientState::GradientState(const at::Tensor& gradient)
-    : tensor(gradient.getIntrusivePtr()), version(gradient.is_inference() ? 0 : gradient._version()) {}
-
 void bump_version(const at::Tensor& gradient) {
   gradient.unsafeGetTensorImpl()->bump_version();
 }

@@ -34,15 +34,6 @@ at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, size_t o
 // Fresh memory in that layout.
 at::Tensor empty_gradient(const at::Tensor& parameter, c10::ScalarType dtype);
 
-// Which tensor a gradient is, and which version of it: another one, if somebody has written to it, or replaced it.
-struct GradientState {
-  explicit GradientState(const at::Tensor& gradient);
-  bool operator==(const GradientState&) const = default;
-
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;  // weak: no other tensor gets its address
-  uint32_t version;
-};
-
 // Call before a write to a gradient that goes past autograd: tells those who saved the gradient that it changes.
 void bump_version(const at::Tensor& gradient);
 // The same, and keeps the gradient's memory for the current stream.

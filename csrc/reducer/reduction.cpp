@@ -27,11 +27,17 @@ Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, T
       others_(reducer, buckets.parameters()),
       written_(buckets.parameters().size()) {}
 
+// The tensor is held weakly, so that no other one gets its address.
+Reduction::Version Reduction::version_of(const at::Tensor& gradient) {
+  const auto version = gradient.is_inference() ? 0 : gradient._version();
+  return {Version::first_type(gradient.getIntrusivePtr()), static_cast<uint32_t>(version)};
+}
+
 void Reduction::remember_gradients() {
   remembered_.clear();
   if (window_.expects_all()) return;
   for (size_t parameter = 0; parameter < written_.size(); ++parameter) {
-    remembered_.emplace_back(buckets_.gradient(parameter));
+    remembered_.push_back(version_of(buckets_.gradient(parameter)));
   }
 }
 
@@ -43,7 +49,7 @@ void Reduction::forget_gradients() {
 void Reduction::look_at(size_t parameter) {
   const auto& gradient = buckets_.gradient(parameter);
   if (remembered_.empty() || !gradient.defined()) return;
-  written_[parameter] = written_[parameter] || remembered_[parameter] != GradientState(gradient);
+  written_[parameter] = written_[parameter] || remembered_[parameter] != version_of(gradient);
 }
 
 void Reduction::take_unseen() {
@@ -62,7 +68,6 @@ void Reduction::begin() {
   const bool others_read = !reducer_.hooks_are_alone() && others_.read_gradients();
   TORCH_CHECK(!others_read || !buckets_.form().as_bucket_view, kViewsInTwoWires, see("FD013"));
   TORCH_CHECK(!others_read || !buckets_.form().in_main_grad, kMainGradientsOfTwo, see("FD013"));
-  TORCH_CHECK(!others_read || !buckets_.are_sharded(), kShardsOfTwo, see("FD013"));
   const bool lives_in_wires = buckets_.form().as_bucket_view || buckets_.form().in_main_grad;
   const bool stay = others_read || (Backwards::is_for_a_choice() && !lives_in_wires);
   for (auto& bucket : buckets_.all()) bucket.window.left_in_place = stay;

@@ -76,8 +76,10 @@ class Reduction {
   const SharedSums& shared_sums_;
   std::mutex& lock_;
   const OtherReducers others_;
-  std::vector<GradientState> remembered_;  // by parameter; empty: what gradients were is not known
-  std::vector<bool> written_;              // by parameter
+  using Version = std::pair<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>, uint32_t>;
+  static Version version_of(const at::Tensor& gradient);
+  std::vector<Version> remembered_;  // by parameter; empty: what gradients were is not known
+  std::vector<bool> written_;        // by parameter
   bool shares_order_ = false;
   bool starts_at_end_ = false;  // this window's buckets start when backward has ended
 };
