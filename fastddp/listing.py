@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from difflib import SequenceMatcher
 
@@ -34,12 +33,9 @@ def names_near(name: object, names: Collection[str]) -> str:
     "Did you mean 'hook'? There are hook, buckets."
     """
 
-    def nearness(known: str) -> tuple[int, float]:
-        return len(words(name) & words(known)), SequenceMatcher(None, str(name).lower(), known.lower()).ratio()
+    def likeness(known: str) -> tuple[float, int]:
+        blocks = SequenceMatcher(None, known.lower(), str(name).lower()).get_matching_blocks()
+        return sum(block.size for block in blocks) / max(1, len(str(name))), -len(known)
 
-    def words(text: object) -> set[str]:
-        return set(re.split(r"[\W_]+", str(text).lower())) - {""}
-
-    nearest = max(names, key=nearness)
-    is_near = nearness(nearest) >= (1, 0.0) or nearness(nearest)[1] > 0.6
-    return (f"Did you mean {nearest!r}? " if is_near else "") + f"There are {', '.join(names)}."
+    nearest = max(names, key=likeness)
+    return (f"Did you mean {nearest!r}? " if likeness(nearest)[0] > 0.7 else "") + f"There are {', '.join(names)}."

@@ -40,7 +40,7 @@ def tell(now: InForce, watch: Watch, hook: Callable[..., object] | None) -> None
 
 
 def say_on_rank_0(text: str, group: dist.ProcessGroup) -> None:
-    """Tell whoever asked for fastddp; ``group`` is there also in a process without a default one."""
+    """Tell whoever asked for fastddp; ``group``: for a process without a default one."""
     if (dist.get_rank() if dist.is_initialized() else group.rank()) == 0:
         _say(text)
 
@@ -58,18 +58,20 @@ def telling_if_absent() -> Iterator[None]:
 
 
 @contextmanager
-def telling_if_others_may_be_absent() -> Iterator[None]:
-    """If this first talk of ranks fails, say that processes which the script starts itself may be without fastddp."""
+def telling_who_may_be_absent() -> Iterator[None]:
+    """If ranks fail to understand each other in here, say who may run without fastddp."""
     try:
         yield
     except RuntimeError as error:
         if not is_launched and "[FD" not in str(error):
-            error.args = (
-                f"{error}\nRanks that a script starts itself, as Lightning does, may be without fastddp; no launcher has "
-                "started this one. Start it with torchrun -m fastddp, or call fastddp.patch() in the script."
-                + see("FD021"),
-            )
+            error.args = (f"{error}\n{_WITHOUT_LAUNCHER}" + see("FD021"),)
         raise
+
+
+_WITHOUT_LAUNCHER = (
+    "torchrun has not started this rank, and ranks that a script starts itself, as Lightning does, may be without "
+    "fastddp. Start it with torchrun -m fastddp, or call fastddp.patch() in the script."
+)
 
 
 def _tell_if_absent() -> None:

@@ -136,13 +136,8 @@ std::vector<size_t> GradHooks::lost(const std::vector<at::Tensor>& parameters) c
   return lost;
 }
 
-size_t reducers_at(const torch::autograd::Node& accumulator) {
-  const auto is_of_reducer = [](const auto& hook) { return dynamic_cast<LambdaPostHook*>(hook.get()) != nullptr; };
-  return static_cast<size_t>(std::ranges::count_if(accumulator.post_hooks(), is_of_reducer));
-}
-
 bool GradHooks::are_alone() const {
-  return std::ranges::all_of(hooks_, [](const Hook& hook) { return reducers_at(*hook.accumulator) <= 1; });
+  return std::ranges::all_of(hooks_, [](const Hook& hook) { return hook.accumulator->post_hooks().size() <= 1; });
 }
 
 void GradHooks::remove() {

@@ -12,9 +12,6 @@ namespace fastddp {
 // Whether only the parameter refers to the memory of `gradient`.
 bool held_by_parameter_alone(const at::Tensor& gradient);
 
-// How many reducers, of fastddp's or torch's, have a hook behind this accumulator of a gradient. Hooks of Python do not count.
-size_t reducers_at(const torch::autograd::Node& accumulator);
-
 // Calls `before_gradient(i)` before autograd writes to the gradient of parameter i, and `on_gradient(i, incoming, exclusive)`
 // after autograd has accumulated `incoming`, which may be undefined, into it. Both calls come on autograd's thread and stream,
 // without the GIL. `exclusive`: only the parameter refers to the memory of `parameter.grad`. The hooks live exactly as long as
@@ -31,7 +28,7 @@ class GradHooks {
   GradHooks& operator=(const GradHooks&) = delete;
 
   void remove();
-  // Whether no other reducer's hooks run after autograd has accumulated a gradient.
+  // Whether no other hooks run after autograd has accumulated a gradient.
   bool are_alone() const;
 
   // The parameters whose accumulator has changed since the hooks were made. After a cast or a move in place autograd makes a

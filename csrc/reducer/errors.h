@@ -61,8 +61,4 @@ constexpr auto kMainGradientsOfTwo =
     "with main_grads=\"main_grad\" the first one takes them out of parameter.grad. Wrap with main_grads=\"grad\", "
     "or wrap these parameters once.";
 
-constexpr auto kShardsOfTwo =
-    "fastddp: another DistributedDataParallel of this process averages gradients of the same parameters in this backward, and "
-    "with a ShardedOptimizer this one keeps a part of them only. Wrap these parameters once.";
-
 }  // namespace fastddp

@@ -1,16 +1,25 @@
 #include "reducer/other_reducers.h"
 
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <mutex>
 #include <unordered_map>
 
-#include "autograd/grad_hooks.h"
 #include "reducer/reducer.h"
 
 namespace fastddp {
 namespace {
+
+// Hooks in C++: those of reducers, torch's among them. Optimizers inside backward have theirs in Python.
+size_t reducers_with_hooks(const at::Tensor& parameter) {
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  if (!accumulator) return 0;
+  return std::ranges::count_if(accumulator->post_hooks(), [](const auto& hook) {
+    return dynamic_cast<const torch::autograd::utils::LambdaPostHook*>(hook.get()) != nullptr;
+  });
+}
 
 struct Holders {
   std::mutex mutex;
@@ -52,11 +61,9 @@ bool OtherReducers::read_gradients() const {
   const std::lock_guard lock(all.mutex);
   return std::ranges::any_of(parameters_, [&](const auto& parameter) {
     const auto& reducers = all.of[parameter.unsafeGetTensorImpl()];
-    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
-    const bool is_read_by_strangers = accumulator && reducers_at(*accumulator) > reducers.size();
-    return is_read_by_strangers || std::ranges::any_of(reducers, [&](const Reducer* other) {
-      return other != &own_ && other->reacts();
-    });
+    const bool is_read_by_strangers = reducers_with_hooks(parameter) > reducers.size();
+    return is_read_by_strangers ||
+           std::ranges::any_of(reducers, [&](const Reducer* other) { return other != &own_ && other->reacts(); });
   });
 }
 

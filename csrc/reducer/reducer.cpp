@@ -197,7 +197,8 @@ void Reducer::on_backward_begin() {
   // If every gradient has to come, a backward that brings no gradient of ours is not ours: it trains something upstream.
   if (window_.expects_all()) return;
   const bool begins_another = window_.is(WindowState::finished) && window_.ends_with_backward();
-  if (begins_another || window_.is(WindowState::armed) || window_.is(WindowState::partial)) begin_reduction(/*at_outputs=*/true);
+  if (begins_another || window_.is(WindowState::armed) || window_.is(WindowState::partial))
+    begin_reduction(/*at_outputs=*/true);
 }
 
 // Notes the outermost backward, not those that reentrant checkpoints run inside it.
@@ -257,8 +258,8 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   const Range range("gradient", buckets_.name(parameter), buckets_.place(parameter).bucket);
   const c10::AutoGradMode no_grad(false);
   if (buckets_.form().in_main_grad && (incoming.defined() || by_layer)) {
-    TORCH_CHECK(by_layer || buckets_.parameters()[parameter].grad().defined(), "fastddp: ", buckets_.describe(parameter),
-                kMainGradientIsGone, see("FD008"));
+    TORCH_CHECK(by_layer || buckets_.parameters()[parameter].grad().defined(),
+                "fastddp: ", buckets_.describe(parameter), kMainGradientIsGone, see("FD008"));
     buckets_.add_to_main(parameter);
     exclusive = false;
   }
@@ -354,7 +355,7 @@ void Reducer::finish_window() {
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) buckets_.mark(parameter);
   is_unstepped_ = !stepped_in_window_;
   if (exchange.group() != nullptr) {
-    shared_sums_.note(weighting_, exchange.group()->getRank(), window_, buckets_);
+    shared_sums_.note(weighting_, exchange.group()->getRank(), window_, buckets_.parameters().size());
   }
   if (std::exchange(stepped_in_window_, false)) exchange.keep();
   observer_.window_finished();

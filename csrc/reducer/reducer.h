@@ -170,7 +170,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Parameters whose gradients no longer reach this object, because autograd has dropped the hooks.
   std::vector<size_t> parameters_without_hook() const { return hooks_.lost(buckets_.parameters()); }
 
-  // Whether no other reducer has hooks at these parameters.
+  // Whether nobody else has hooks that run after autograd has accumulated a gradient of these parameters.
   bool hooks_are_alone() const { return hooks_.are_alone(); }
 
   void remove_hooks() { hooks_.remove(); }

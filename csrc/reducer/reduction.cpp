@@ -27,6 +27,7 @@ Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, T
       others_(reducer, buckets.parameters()),
       written_(buckets.parameters().size()) {}
 
+// The tensor is held weakly, so that no other one gets its address.
 void Reduction::remember_gradients() {
   remembered_.clear();
   if (window_.expects_all()) return;
@@ -63,7 +64,6 @@ void Reduction::begin() {
   const bool others_read = !reducer_.hooks_are_alone() && others_.read_gradients();
   TORCH_CHECK(!others_read || !buckets_.form().as_bucket_view, kViewsInTwoWires, see("FD013"));
   TORCH_CHECK(!others_read || !buckets_.form().in_main_grad, kMainGradientsOfTwo, see("FD013"));
-  TORCH_CHECK(!others_read || !buckets_.are_sharded(), kShardsOfTwo, see("FD013"));
   const bool lives_in_wires = buckets_.form().as_bucket_view || buckets_.form().in_main_grad;
   const bool stay = others_read || (Backwards::is_for_a_choice() && !lives_in_wires);
   for (auto& bucket : buckets_.all()) bucket.window.left_in_place = stay;

@@ -78,7 +78,7 @@ class Reduction {
   std::mutex& lock_;
   const OtherReducers others_;
   std::vector<GradientMark> remembered_;  // by parameter; empty: what gradients were is not known
-  std::vector<bool> written_;              // by parameter
+  std::vector<bool> written_;             // by parameter
   bool shares_order_ = false;
   bool starts_at_end_ = false;  // this window's buckets start when backward has ended
 };

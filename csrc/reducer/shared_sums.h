@@ -22,23 +22,21 @@ class SharedSums {
   bool are_there() const { return any_; }
 
   // The window has ended well. `rank`: this rank's number in the exchange's group.
-  void note(const Weighting& weighting, int rank, const Window& window, const Buckets& buckets);
+  void note(const Weighting& weighting, int rank, const Window& window, size_t parameters);
 
   // Whether another rank holds the same sum as this gradient, and counts it.
   bool counts_elsewhere(size_t parameter) const {
     return parameter < counts_elsewhere_.size() && counts_elsewhere_[parameter];
   }
 
-  // Before something is added to the gradient. `by_layer`: by a layer, before this call, if at all; then the sum and what was
-  // added cannot be told apart.
+  // Before something is added to the gradient. `by_layer`: it has been, if at all, and cannot be told from the sum.
   void zero(const Buckets& buckets, size_t parameter, bool by_layer);
   // Gradients have been removed, or set to zero.
   void forget() { counts_elsewhere_.assign(counts_elsewhere_.size(), false); }
 
  private:
   std::atomic<bool> any_{false};
-  std::vector<bool> counts_elsewhere_;   // by parameter
-  std::vector<GradientMark> are_sums_;   // by parameter, what the gradient was when the last window had ended
+  std::vector<bool> counts_elsewhere_;  // by parameter
 };
 
 }  // namespace fastddp

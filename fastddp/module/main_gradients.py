@@ -109,30 +109,30 @@ class MainGradients:
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def hear_layers(self, parameters: NamedParameters) -> Callable[[int], bool]:
-        """What the reducer asks after autograd has run a parameter's hook: has the layer added to ``main_grad``?
+        """What the reducer asks after a parameter's hook: has a layer added to ``main_grad``, as Megatron's do?
 
-        Megatron's layers say so by ``grad_added_to_main_grad``, and hand autograd a tensor without meaning. That is
-        dropped, unless ``zero_out_wgrad`` says that it is zeros, to which another use of the parameter may have added.
-
-        Raises:
-            RuntimeError: (the callable) a layer has added to a ``main_grad`` that is not averaged.
+        They have handed autograd a tensor without meaning, which is dropped. If ``zero_out_wgrad`` is set it is zeros,
+        to which another use of the parameter may have added. Raises RuntimeError if nobody averages ``main_grad``.
         """
 
         def has_added(index: int) -> bool:
             parameter: Any = parameters.tensors[index]
-            added = getattr(parameter, "grad_added_to_main_grad", False)
+            added = bool(getattr(parameter, "grad_added_to_main_grad", False))
             is_alone = parameter.grad is None and getattr(parameter, "main_grad", None) is not None
             if not self.are_apart and (added or is_alone):
-                raise RuntimeError(
-                    f"fastddp: a layer has added the gradient of parameter {parameters.names[index]} to its main_grad, "
-                    "as those of Megatron and Transformer Engine do, and it would stay on this rank. Wrap the module "
-                    'with main_grads="main_grad", or build the layer without fused accumulation.' + see("FD049")
-                )
+                name = parameters.names[index]
+                raise RuntimeError(f"fastddp: a layer has added the gradient of parameter {name} {_LOST}")
             if added and not getattr(parameter, "zero_out_wgrad", False):
                 parameter.grad = None
-            return bool(added)
+            return added
 
         return has_added
+
+
+_LOST = (
+    "to its main_grad, as those of Megatron and Transformer Engine do, and it would stay on this rank. Wrap the module "
+    'with main_grads="main_grad", or build the layer without fused accumulation.' + see("FD049")
+)
 
 
 def check_optimizer(optimizer: Optimizer, parameters: NamedParameters) -> None:

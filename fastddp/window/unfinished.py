@@ -49,9 +49,8 @@ def check_not_failed(reducer: Reducer) -> None:
 
 
 def _changed(now: InForce, missing: Sequence[int]) -> dict[int, str]:
-    """By parameter, what was done to it since the module was wrapped."""
-    trained = {id(parameter): parameter.requires_grad for parameter in now.module.parameters()}
-    found = {index: trained.get(id(now.parameters.tensors[index])) for index in missing}
+    there = {id(parameter): parameter.requires_grad for parameter in now.module.parameters()}
+    found = {index: there.get(id(now.parameters.tensors[index])) for index in missing}
     return {
         index: _NOT_THERE if is_trained is None else _FROZEN for index, is_trained in found.items() if not is_trained
     }

@@ -158,7 +158,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "precision of TorchScript": (in_torchscript, "ValueError", "TorchScript, and 0 is one"),
     "no hook for buffers": (lambda: buffer_hook("hook", BEFORE), "TypeError", "must be callable, got str"),
     "no such argument": (lambda: wrap(bucket_cap=25), "TypeError", "'bucket_cap'. Did you mean 'bucket_cap_mb'? There"),
-    "no such hook": (lambda: comm_hooks.int8_hook, "AttributeError", "Did you mean 'int8_compress_hook'? There are"),
+    "no such hook": (
+        lambda: comm_hooks.int8_hook,  # type: ignore[attr-defined]
+        "AttributeError",
+        "Did you mean 'int8_compress_hook'? There are",
+    ),
     "hook a name": (lambda: wrap().register_comm_hook(None, "int8"), "TypeError", "Did you mean 'int8_compress_hook'?"),
     "no place for buffers": (lambda: buffer_hook(print, "before"), "TypeError", "PRE_FORWARD or POST_FORWARD"),
     "torch's pickle": (load_torchs_wrapper, "RuntimeError", "a wrapper of torch's DistributedDataParallel"),
