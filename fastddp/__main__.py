@@ -30,6 +30,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--wire-memory": {"choices": ["registered", "symmetric"]},
     "--on-stall": {"choices": ["report", "raise", "off"], "help": "when a step stands still"},
     "--patience": {"type": float, "metavar": "SECONDS", "help": "for which a step may stand still"},
+    "--idle-patience": {"type": float, "metavar": "SECONDS", "help": "for which a rank's own code may keep others waiting"},
     "--on-corruption": {"choices": ["report", "raise"], "help": "when numbers are not finite, or differ between ranks"},
     "--audit-every": {"type": int, "metavar": "STEPS", "help": "compare the ranks' parameters bit by bit"},
 }

@@ -128,8 +128,8 @@ ERRORS = {
         "A step stood still",
         "No gradient moved for longer than the patience of Watch(stall=...). The message says what each rank waits "
         "for, and which rank is the cause.",
-        'docs/watch.md says what to do about each cause. Watch(stall="report") reports and waits, and a greater '
-        "patience allows for longer pauses.",
+        'docs/watch.md says what to do about each cause. Watch(stall="report") reports and waits. A greater patience '
+        "allows for longer pauses, a greater idle_patience for longer code of one rank's own.",
     ),
     "FD017": Explanation(
         "Gradients are not finite",

@@ -132,6 +132,27 @@ bool is_in_data_loader(const Record& record) {
                              [](const auto& line) { return line.find("torch/utils/data") != std::string::npos; });
 }
 
+// Whether it waits, since after some rank has begun to wait here, in another collective that this one would have to join. Python
+// writes the line (fastddp/watch/python_calls.py).
+bool waits_in_vain(const Record& record, const std::vector<Record>& waiting) {
+  const auto began = [](const Record& of) { return of.written - static_cast<int64_t>(of.seconds * 1e3); };
+  const auto is_awaited = [&](const Record& of) { return record.stack_at > began(of); };
+  const auto is_collective = [](const auto& line) { return line.starts_with("(a collective of all ranks"); };
+  return std::ranges::any_of(waiting, is_awaited) && std::ranges::any_of(record.stack, is_collective);
+}
+
+Prospect prospect(const std::vector<Finding>& findings, const std::vector<Record>& waiting,
+                  const std::vector<Record>& elsewhere) {
+  if (findings.empty() || findings.front().cause == Cause::slow) return Prospect::goes_on;
+  const auto is_own_code = [](const Finding& of) {
+    return of.cause == Cause::uninterruptible || (of.cause >= Cause::outside && of.cause <= Cause::optimizer);
+  };
+  if (!std::ranges::all_of(findings, is_own_code)) return Prospect::stuck;
+  const auto may_go_on = [&](const Record& of) { return !of.has_raised() && !waits_in_vain(of, waiting); };
+  const bool some_may = elsewhere.empty() || std::ranges::any_of(elsewhere, may_go_on);
+  return some_may ? Prospect::may_go_on : Prospect::stuck;
+}
+
 // Whether it ended without a known error, outside of a step: its page is gone with it, or says so.
 bool has_ended_in_order(const Record& record) {
   const bool is_between = record.doing == Doing::after_backward || record.doing == Doing::after_optimizer;
@@ -385,6 +406,7 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
   const auto is_slow = [](const Finding& of) { return of.cause == Cause::slow; };
   if (!std::ranges::all_of(report.findings, is_slow)) std::erase_if(report.findings, is_slow);
   if (report.findings.empty() && !waiting.empty()) report.findings.push_back(compare(waiting));
+  report.prospect = prospect(report.findings, waiting, elsewhere);
   report.headline = headline(waiting, report.step, ranks);
   if (!report.findings.empty() && !report.findings.front().ranks.empty()) {
     const auto first = report.findings.front().ranks.front();

@@ -76,6 +76,7 @@ void for_fields(Of& record, const Visit& visit) {
   visit("device", record.device);
   visit("other_model", record.other_model);
   visit("stack", record.stack);
+  visit("stack_at", record.stack_at);
   visit("unanswered", record.unanswered);
   visit("moved", record.moved);
 }

@@ -59,10 +59,6 @@ bool Report::may_be_an_outage() const {
   return findings.front().cause == Cause::network || findings.front().cause == Cause::silent;
 }
 
-bool Report::is_soft() const {
-  return findings.empty() || findings.front().cause == Cause::slow;
-}
-
 std::string Report::text() const {
   std::string out = "fastddp: " + headline + " (" + time + ")";
   for (const auto& finding : findings) {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import math
 import multiprocessing
 import multiprocessing.util
 import os
@@ -62,9 +63,10 @@ def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
         device=device,
         waits=now.reducer.interruption,
         libraries=libraries(),
+        idle_patience=math.inf if raises is None or options.idle_patience is None else float(options.idle_patience),
     )
     _watches.add(watch)
-    look_now_and_then(now, _Duties(watch, options.stall).look)
+    look_now_and_then(now, _Duties(watch, options.stall, dist.get_process_group_ranks(now.process_group)).look)
     return watch
 
 
@@ -83,16 +85,17 @@ def telling_who_has_ended(now: InForce, watch: StallWatch | None) -> Iterator[No
 class _Duties:
     """What the thread in C++ cannot do."""
 
-    def __init__(self, watch: StallWatch, tell: OnStall) -> None:
+    def __init__(self, watch: StallWatch, tell: OnStall, ranks: list[int]) -> None:
         self._watch = weakref.ref(watch)
         self._tell = tell
+        self._ranks = ranks
 
     def look(self) -> None:
         watch = self._watch()
         if watch is None:
             return
         if watch.wants_stack():
-            watch.give_stack(lines_of_main_thread())
+            watch.give_stack(lines_of_main_thread(self._ranks))
         report = watch.take_report()
         if report is not None and callable(self._tell):
             self._tell(StallReport.of(report))
