@@ -84,9 +84,9 @@ std::optional<std::string> Board::get(const std::string& what, double seconds) {
   return ask(kSeconds + seconds, read).value_or(Text());
 }
 
-// Without text, if nobody is to raise; without anything, if waiting helps.
+// The stack is in one rank's error. Without text, if nobody is to raise; without anything, if waiting helps.
 void Board::publish(size_t window, const Report& report, bool ends) {
-  const auto value = (ends ? report.text() : "") + kSeparator + report.json();
+  const auto value = (ends ? report.text(/*with_stack=*/false) : "") + kSeparator + report.json();
   put("report/" + std::to_string(window), report.is_soft() ? "" : value);
 }
 

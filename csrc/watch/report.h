@@ -59,7 +59,7 @@ struct Report {
   bool is_soft() const { return prospect == Prospect::goes_on; }
   // Whether the network, which may come back, is the first suspect.
   bool may_be_an_outage() const;
-  std::string text() const;
+  std::string text(bool with_stack = true) const;
   // What Python gets: fastddp/watch/stall_report.py reads it.
   std::string json() const;
 };

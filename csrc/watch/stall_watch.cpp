@@ -174,6 +174,7 @@ bool StallWatch::stands_still(double still, double patience) const {
     case Doing::finish:
     case Doing::closing:
     case Doing::gather:
+    case Doing::agree:
       return true;
     case Doing::forward:
     case Doing::backward:
@@ -326,12 +327,17 @@ void StallWatch::keep(const Report& report) {
 
 // What is no worse than what was said of this step is not said again.
 void StallWatch::publish(Report report, bool ends) {
-  const bool is_new = asked_.said < report.prospect;
-  if (is_new) say(report.text());
-  if (!ends || !settings_.raises) asked_.told = {seen_.pulse, seen_.changed};
+  const bool is_new = asked_.said < report.prospect, raises = ends && settings_.raises;
+  if (is_new && !raises) say(report.text());
+  if (!raises) asked_.told = {seen_.pulse, seen_.changed};
   keep(report);
   board_.publish(seen_.pulse.windows, report, ends);
-  if (ends) interrupt(report.text());
+  if (raises) {
+    interrupt(report.text());
+    // The error says it, unless nobody gets it: the thread may wait where it cannot be interrupted.
+    for (int looks = 0; !settings_.raises->has_raised() && looks < 10; ++looks) pause(0.2);
+    if (is_new && !settings_.raises->has_raised()) say(report.text());
+  }
   if (!is_new) return;
   asked_.said = report.prospect;
   const std::lock_guard lock(found_.mutex);

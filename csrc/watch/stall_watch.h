@@ -55,6 +55,7 @@ namespace fastddp {
 // does not answer, only the pages of the machine are known.
 class StallWatch {
  public:
+  static constexpr int kLooks = 20;
   struct Settings {
     double patience;                         // seconds; five times the longest of the last steps, if that is more
     double idle_patience;                    // seconds that a rank may be in its own code before others raise
@@ -82,8 +83,9 @@ class StallWatch {
   // Before the process ends: whether other ranks of its machine are in a step that has not ended, or go on while this one ends
   // in the middle of its own.
   bool leaves_others();
-  // After a collective has failed: which rank has ended, in words. Empty: none, as far as can be seen.
-  std::string who_has_ended();
+  // After a collective has failed: which rank has ended, in words, after so many looks, ten a second. Empty: none, as far as can
+  // be seen.
+  std::string who_has_ended(int looks = kLooks);
   // Before the process is ended (note [Last words]): says which rank of its machine does something else than the others.
   // Returns whether it has.
   bool name_who_differs();
@@ -99,7 +101,7 @@ class StallWatch {
 
   void run();
   void end_thread();
-  std::optional<Report> find_who_has_ended();
+  std::optional<Report> find_who_has_ended(int looks = kLooks);
   bool pause(double seconds) { return pauses_.pause(seconds); }
   void look();
   void look_at_device();

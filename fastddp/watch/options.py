@@ -22,9 +22,9 @@ class Watch:
 
     stall: OnStall = "report"
     """What to do when a step stands still for long. "report": the rank that finds it says on stderr which rank holds
-    the step up, and why. "raise": where the step cannot go on, also raise a RuntimeError with the report on all ranks
-    that wait for others; the process group is of no use afterwards. A callable: also call it on the finding rank, from another thread, with a
-    :class:`fastddp.StallReport`. None: do not look."""
+    the step up, and why. "raise": where the step cannot go on, raise a RuntimeError with the report on all ranks that
+    wait for others instead; the process group is of no use afterwards. A callable: also call it on the finding rank,
+    from another thread, with a :class:`fastddp.StallReport`. None: do not look."""
     patience: float = 10.0
     """How many seconds are long; or five times the longest of the last steps, if that is more."""
     corruption: OnCorruption = None

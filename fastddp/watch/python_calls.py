@@ -17,7 +17,7 @@ from fastddp._C import calls_in_lines
 
 _FOLDERS = ("site-packages", "dist-packages")
 _LOADER = "torch/utils/data/dataloader.py"
-_COLLECTIVES = "torch/distributed/distributed_c10d.py"
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "fastddp/together.py")
 _BETWEEN_TWO = ("send", "recv")
 _STATES = {"R": "runs", "S": "sleeps", "D": "waits in the kernel", "T": "is stopped", "t": "is stopped"}
 
@@ -63,13 +63,14 @@ def _workers_of_its_data_loader(frame: FrameType | None) -> list[str]:
         if frame.f_code.co_filename.endswith(_LOADER):
             workers = getattr(frame.f_locals.get("self"), "_workers", None)
             if workers:
-                states = ", ".join(f"{worker.pid} {_state_of(worker.pid)}" for worker in workers)
+                states = ", ".join(f"{worker.pid} {state_of(worker.pid)}" for worker in workers)
                 return [f"(workers of this data loader: {states})"]
         frame = frame.f_back
     return []
 
 
-def _state_of(pid: int) -> str:
+def state_of(pid: int) -> str:
+    """What a process of this machine does, as a verb in words."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
