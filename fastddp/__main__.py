@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from fastddp import patching, presence
 from fastddp.comm_hooks import HOOK_NAMES
@@ -30,10 +30,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--wire-memory": {"choices": ["registered", "symmetric"]},
     "--on-stall": {"choices": ["report", "raise", "off"], "help": "when a step stands still"},
     "--patience": {"type": float, "metavar": "SECONDS", "help": "for which a step may stand still"},
-    "--idle-patience": {"type": float, "metavar": "SECONDS", "help": "for which a rank's own code may keep others waiting"},
     "--on-corruption": {"choices": ["report", "raise"], "help": "when numbers are not finite, or differ between ranks"},
     "--audit-every": {"type": int, "metavar": "STEPS", "help": "compare the ranks' parameters bit by bit"},
 }
+
+
+_LAUNCHERS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,7 +68,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.argv = [target, *arguments[ours:]]
     patching.patch(**options)
     with presence.telling_if_absent():
-        _run(target, is_module)
+        try:
+            _run(target, is_module)
+        except Exception as error:
+            _end_by(error)
+
+
+def _end_by(error: Exception) -> NoReturn:
+    """End this process by an error of the script, as Python does, but without the calls that led to the script."""
+    calls = error.__traceback__
+    while calls is not None and calls.tb_frame.f_code.co_filename in _LAUNCHERS:
+        calls = calls.tb_next
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(calls), calls
+    sys.excepthook(type(error), error, calls)
+    sys.exit(1)
 
 
 def _up_to_the_target(arguments: Sequence[str]) -> int:

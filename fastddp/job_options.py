@@ -35,21 +35,13 @@ class JobOptions(TypedDict, total=False):
     """``Watch(stall=...)``."""
     patience: float
     """``Watch(patience=...)``."""
-    idle_patience: float
-    """``Watch(idle_patience=...)``."""
     on_corruption: OnCorruption
     """``Watch(corruption=...)``."""
     audit_every: int | None
     """``Watch(audit_every=...)``."""
 
 
-_OF_WATCH = {
-    "on_stall": "stall",
-    "patience": "patience",
-    "idle_patience": "idle_patience",
-    "on_corruption": "corruption",
-    "audit_every": "audit_every",
-}
+_OF_WATCH = {"on_stall": "stall", "patience": "patience", "on_corruption": "corruption", "audit_every": "audit_every"}
 _SIZES = ("bucket_cap_mb", "bucket_cap_mb_list", "buckets")
 
 in_force: JobOptions = {}
