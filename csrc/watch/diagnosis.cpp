@@ -76,7 +76,9 @@ std::string where(const Record& record) {
 }
 
 // Stands for the processes of all ranks that a finding is about.
-const std::string kProcesses = "process ...";
+std::string processes() {
+  return "process ...";
+}
 
 std::string in_words(const std::vector<std::string>& processes) {
   return (processes.size() == 1 ? "process " : "processes ") + listed(processes);
@@ -167,33 +169,33 @@ bool has_ended_in_order(const Record& record) {
 std::string how_it_ended(const Record& record) {
   const auto has_ended = record.life == Life::gone ? "has ended" : "is ending";
   const auto was = record.is_stale ? "" : " It was " + where(record) + ".";
-  if (!record.error.empty()) return has_ended + (" (" + kProcesses + "), by " + record.error + ".") + was;
+  if (!record.error.empty()) return has_ended + (" (" + processes() + "), by " + record.error + ".") + was;
   if (has_ended_in_order(record)) {
     const auto steps = std::to_string(record.windows) + (record.windows == 1 ? " step" : " steps");
     return has_ended +
-           (" in good order after " + steps + " (" + kProcesses + "), and the others go on with step " +
+           (" in good order after " + steps + " (" + processes() + "), and the others go on with step " +
             std::to_string(record.windows + 1)) +
            ": it had less to train on, it seems. Give all ranks as many batches (drop_last=True in sampler and loader), or "
            "put the loop under model.join().";
   }
-  if (record.process_ends) return has_ended + (" (" + kProcesses + ").") + was;
-  return has_ended + (" (" + kProcesses + ").") + was +
+  if (record.process_ends) return has_ended + (" (" + processes() + ").") + was;
+  return has_ended + (" (" + processes() + ").") + was +
          " Look at what it printed last, and at the kernel's log for \"Out of memory\".";
 }
 
 std::string sentence(Cause cause, const Record& record) {
   const auto is = [&](const std::string& what) {
-    return what + " for " + seconds(record.seconds) + " (" + kProcesses + ")";
+    return what + " for " + seconds(record.seconds) + " (" + processes() + ")";
   };
   const auto was = " It was " + where(record) + ".";
   switch (cause) {
     case Cause::gone:
       return how_it_ended(record);
     case Cause::stopped:
-      return "is stopped (" + kProcesses + "), by SIGSTOP or a debugger." + was + " kill -CONT " +
+      return "is stopped (" + processes() + "), by SIGSTOP or a debugger." + was + " kill -CONT " +
              std::to_string(record.process.pid) + " lets it go on.";
     case Cause::uninterruptible:
-      return "waits in the kernel (" + kProcesses + "), mostly for a file system or a device." + was +
+      return "waits in the kernel (" + processes() + "), mostly for a file system or a device." + was +
              " dmesg on that machine may tell more.";
     case Cause::silent:
       return "says nothing: its process or its machine is gone, or cannot reach the store.";
@@ -214,14 +216,14 @@ std::string sentence(Cause cause, const Record& record) {
     case Cause::backward:
       return is("is in backward") + missing(record) + last(record) + ".";
     case Cause::other_graph:
-      return "has ended its backward without all gradients (" + kProcesses + ")" + missing(record) +
+      return "has ended its backward without all gradients (" + processes() + ")" + missing(record) +
              ". Its graph is another one than on the ranks that wait: find_unused_parameters=True allows that.";
     case Cause::after_backward:
       return is("is past its backward, in code outside of the model (an optimizer's step has not begun),") + ".";
     case Cause::optimizer:
       return is("is in the optimizer's step") + ".";
     case Cause::slow:
-      return "is still at work: it is " + where(record) + " (" + kProcesses + "). No action is needed.";
+      return "is still at work: it is " + where(record) + " (" + processes() + "). No action is needed.";
     default:
       return "";
   }
@@ -245,9 +247,9 @@ class Findings {
   std::vector<Finding> take() {
     std::vector<Finding> all;
     for (auto& [cause, finding] : by_cause_) {
-      const auto place = finding.text.find(kProcesses);
+      const auto place = finding.text.find(processes());
       if (place != std::string::npos) {
-        finding.text.replace(place, kProcesses.size(), in_words(processes_[cause]));
+        finding.text.replace(place, processes().size(), in_words(processes_[cause]));
       }
       all.push_back(std::move(finding));
     }
