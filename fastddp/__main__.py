@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from fastddp import patching, presence
 from fastddp.comm_hooks import HOOK_NAMES
@@ -35,6 +35,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--on-corruption": {"choices": ["report", "raise"], "help": "when numbers are not finite, or differ between ranks"},
     "--audit-every": {"type": int, "metavar": "STEPS", "help": "compare the ranks' parameters bit by bit"},
 }
+
+
+_LAUNCHERS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,7 +72,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     presence.is_launched = "RANK" in os.environ
     patching.patch(**options)
     with presence.telling_if_absent():
-        _run(target, is_module)
+        try:
+            _run(target, is_module)
+        except Exception as error:
+            _end_by(error)
+
+
+def _end_by(error: Exception) -> NoReturn:
+    """End this process by an error of the script, as Python does, but without the calls that led to the script."""
+    calls = error.__traceback__
+    while calls is not None and calls.tb_frame.f_code.co_filename in _LAUNCHERS:
+        calls = calls.tb_next
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(calls), calls
+    sys.excepthook(type(error), error, calls)
+    sys.exit(1)
 
 
 def _up_to_the_target(arguments: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ Doing: TypeAlias = Literal[
     "optimizer",
     "gather",
     "after_optimizer",
+    "agree",
 ]
 
 Life: TypeAlias = Literal["runs", "stopped", "uninterruptible", "gone", "unknown"]

@@ -47,6 +47,7 @@ from fastddp.torch_compat.distributed_autograd import refuse_distributed_autogra
 from fastddp.torch_compat.helpers import check_beside_torchs
 from fastddp.torch_compat.optimizer_in_backward import take_over_optimizers
 from fastddp.watch.options import Watch, check_watch
+from fastddp.watch.stalls import begin_to_watch
 from fastddp.window import joining
 
 
@@ -170,6 +171,7 @@ class DistributedDataParallel(Additions):
             process_group = group_of_mesh(device_mesh, process_group)
         self.process_group = process_group if process_group is not None else default_group()
         check_numbers(self.process_group)
+        begin_to_watch(self.process_group)
         local_parts = LocalParts(module, self.process_group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = collect_parameters(module, self.parameters_to_ignore)
@@ -429,8 +431,7 @@ class DistributedDataParallel(Additions):
             self._buffer_sync.call(self.buffer_hook, self.named_module_buffers)
         else:
             check_dense(self.named_module_buffers.items())
-            with self.engine.telling_who_has_ended():
-                self._buffer_sync.broadcast(self.modules_buffers, self.process_group, authoritative_rank)
+            self._buffer_sync.broadcast(self.modules_buffers, self.process_group, authoritative_rank)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

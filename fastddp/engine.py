@@ -6,7 +6,6 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,7 +41,7 @@ from fastddp.watch.audited_tensors import AuditedTensors
 from fastddp.watch.non_finite import NonFiniteWatch
 from fastddp.watch.options import Watch
 from fastddp.watch.slow_ranks import SlowRanks
-from fastddp.watch.stalls import telling_who_has_ended, watch_for_stalls
+from fastddp.watch.stalls import watch_for_stalls
 from fastddp.window.local_steps import LocalSteps
 from fastddp.window.step_check import check_before_each_step
 from fastddp.window.unfinished import check_not_failed, give_up
@@ -421,7 +420,3 @@ class Engine:
         if self._adds_up_weights():
             self.reducer.set_weighting(_C.Weighting.share, 0.0)  # because the other ranks use shares
         self.reducer.shadow_window()
-
-    def telling_who_has_ended(self) -> AbstractContextManager[None]:
-        """If a collective in this context fails, name in the error a rank of this machine that has ended."""
-        return telling_who_has_ended(self.now, self._stall_watch)

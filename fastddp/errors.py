@@ -128,8 +128,8 @@ ERRORS = {
         "A step stood still",
         "No gradient moved for longer than the patience of Watch(stall=...). The message says what each rank waits "
         "for, and which rank is the cause.",
-        'docs/watch.md says what to do about each cause. Watch(stall="report") reports and waits, and a greater '
-        "patience allows for longer pauses.",
+        'docs/watch.md says what to do about each cause. Watch(stall="report") reports and waits. A greater patience '
+        "allows for longer pauses, a greater idle_patience for longer code of one rank's own.",
     ),
     "FD017": Explanation(
         "Gradients are not finite",
@@ -332,6 +332,13 @@ ERRORS = {
         "Wrap a module once, and make one ShardedOptimizer for it, whose groups name their classes. For a method, use "
         "step, zero_grad, train, eval and the parameter groups.",
     ),
+    "FD048": Explanation(
+        "A step with gradients of one rank",
+        "An optimizer steps parameters whose gradients stayed on this rank: the loss did not go through the wrapper, or "
+        "no backward outside of no_sync() came before the step. Each rank steps with another gradient.",
+        "Run the forward and the backward of a step's last microbatch through the wrapper and outside of no_sync(). For "
+        "local SGD, put no_sync() around the step as well. Watch(local_steps=...) says what happens.",
+    ),
     "FD049": Explanation(
         "A layer writes gradients where they are not averaged",
         "Layers with fused accumulation (Megatron's, Transformer Engine's) add to parameter.main_grad and set "
@@ -339,12 +346,5 @@ ERRORS = {
         "gradient that holds a sum over ranks, which would count several times.",
         'Wrap the module with main_grads="main_grad", or build the layer without fused accumulation. With '
         'gradient_average="sum", call model.zero_grad() after each step.',
-    ),
-    "FD050": Explanation(
-        "A step with gradients of one rank",
-        "An optimizer steps parameters whose gradients stayed on this rank: the loss did not go through the wrapper, or "
-        "no backward outside of no_sync() came before the step. Each rank steps with another gradient.",
-        "Run the forward and the backward of a step's last microbatch through the wrapper and outside of no_sync(). For "
-        "local SGD, put no_sync() around the step as well. Watch(local_steps=...) says what happens.",
     ),
 }

@@ -10,6 +10,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -115,7 +116,18 @@ void bind_watch(py::module_& m) {
 
   py::class_<Interruption, std::shared_ptr<Interruption>>(m, "Interruption", "csrc/transport/interruption.h.")
       .def_property_readonly("groups", &Interruption::groups)
+      .def_property_readonly("is_interrupted", &Interruption::is_interrupted)
       .def("interrupt", &Interruption::interrupt, py::arg("why"), no_gil);
+
+  m.def(
+      "wait_outside",
+      [](const c10::intrusive_ptr<c10d::Work>& work, const std::vector<std::shared_ptr<Interruption>>& all,
+         const std::shared_ptr<Progress>& progress) {
+        std::optional<Progress::Wait> wait;
+        if (progress) wait.emplace(*progress, Doing::agree, 0);
+        Interruption::wait_outside(*work, all);
+      },
+      py::arg("work"), py::arg("interruptions"), py::arg("progress"), no_gil);
 
   py::class_<Links>(m, "Links", "csrc/watch/links.h.")
       .def(py::init<>())
@@ -141,17 +153,18 @@ void bind_watch(py::module_& m) {
   py::class_<StallWatch, std::shared_ptr<StallWatch>>(m, "StallWatch", "csrc/watch/stall_watch.h.")
       .def(py::init([](std::shared_ptr<const Progress> progress, c10::intrusive_ptr<c10d::Store> store, std::string key,
                        uint64_t job, double patience, bool prints, std::shared_ptr<Interruption> raises,
-                       std::shared_ptr<DeviceProgress> device, std::shared_ptr<Interruption> waits,
-                       Libraries libraries) {
+                       std::shared_ptr<DeviceProgress> device, std::shared_ptr<Interruption> waits, Libraries libraries,
+                       double idle_patience) {
              auto stack = [libraries = std::move(libraries)] { return in_lines(calls_without_gil(), libraries); };
              return destroyed_without_gil(std::make_unique<StallWatch>(
                  std::move(progress), std::move(store), std::move(key), job,
-                 StallWatch::Settings{patience, prints, std::move(raises), std::move(device), std::move(waits),
-                                      std::move(stack)}));
+                 StallWatch::Settings{patience, idle_patience, prints, std::move(raises), std::move(device),
+                                      std::move(waits), std::move(stack)}));
            }),
            py::arg("progress"), py::arg("store"), py::arg("key"), py::arg("job"), py::arg("patience"),
            py::arg("prints"), py::arg("raises") = nullptr, py::arg("device") = nullptr, py::arg("waits") = nullptr,
-           py::arg("libraries") = Libraries{}, no_gil)
+           py::arg("libraries") = Libraries{}, py::arg("idle_patience") = std::numeric_limits<double>::infinity(),
+           no_gil)
       .def("wants_stack", [](StallWatch& watch) { return watch.stack().is_wanted(); })
       .def(
           "give_stack", [](StallWatch& watch, std::vector<std::string> lines) { watch.stack().give(std::move(lines)); },
@@ -165,7 +178,7 @@ void bind_watch(py::module_& m) {
           no_gil)
       .def("name_who_has_ended", &StallWatch::name_who_has_ended, no_gil)
       .def("leaves_others", &StallWatch::leaves_others, no_gil)
-      .def("who_has_ended", &StallWatch::who_has_ended, no_gil)
+      .def("who_has_ended", &StallWatch::who_has_ended, py::arg("looks") = StallWatch::kLooks, no_gil)
       .def("report_of_open_step", &StallWatch::report_of_open_step, no_gil)
       .def("ask_who_has", &StallWatch::ask_who_has, py::arg("patience"), no_gil);
 

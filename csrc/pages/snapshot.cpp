@@ -60,8 +60,9 @@ std::vector<double> page::steps_of(const Live& live) {
 }
 
 const char* to_string(Doing doing) {
-  constexpr std::array names{"nothing", "forward",        "after_forward", "backward", "tick",           "finish",
-                             "closing", "after_backward", "optimizer",     "gather",   "after_optimizer"};
+  constexpr std::array names{"nothing",   "forward", "after_forward",   "backward",
+                             "tick",      "finish",  "closing",         "after_backward",
+                             "optimizer", "gather",  "after_optimizer", "agree"};
   return names.at(static_cast<size_t>(doing));
 }
 
@@ -95,7 +96,7 @@ Snapshot read_page(const std::byte* data, size_t bytes, const std::string& path)
   snapshot.job = live.job.load(std::memory_order_acquire);
   if (snapshot.job != 0) snapshot.script.assign(live.script.data(), strnlen(live.script.data(), live.script.size()));
   const auto since = live.doing.load(std::memory_order_acquire);
-  check(doing_of(since) <= Doing::after_optimizer, "what it says makes no sense");
+  check(doing_of(since) <= Doing::agree, "what it says makes no sense");
   snapshot.doing = doing_of(since);
   snapshot.seconds = seconds_since(moment_of(since));
   snapshot.state = live.state;

@@ -24,6 +24,7 @@ enum class Doing : uint8_t {
   optimizer,        // in its step
   gather,           // waits for a bucket's parameters, which other ranks have stepped
   after_optimizer,  // data loading, evaluation, a checkpoint, or whatever the user does
+  agree,            // waits for the other ranks in another collective of fastddp's
 };
 const char* to_string(Doing doing);
 

@@ -108,6 +108,7 @@ void Interruption::rethrow_explained() {
 void Interruption::check() const {
   if (!is_interrupted_) return;
   const std::lock_guard lock(mutex_);
+  has_raised_ = true;
   TORCH_CHECK(false, why_);
 }
 
@@ -165,6 +166,15 @@ void Interruption::wait(c10::ivalue::Future& future) {
   } catch (const std::exception&) {
     of_this_thread->rethrow_explained();
   }
+}
+
+void Interruption::wait_outside(c10d::Work& work, const std::vector<std::shared_ptr<Interruption>>& all) {
+  const auto future = is_of_unknown_kind(work) ? nullptr : future_of(work);
+  const bool keeps_host_waiting = future && future->devices().empty();
+  do {
+    for (const auto& interruption : all) interruption->check();
+  } while (keeps_host_waiting && !wait(*future, kLook));
+  work.wait();
 }
 
 bool Interruption::wait(c10::ivalue::Future& future, std::chrono::milliseconds patience) {

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -34,6 +35,8 @@ class Interruption {
   // Called by any thread, counts once: waits raise c10::Error with this text, those that have begun and those that follow.
   void interrupt(const std::string& why);
   bool is_interrupted() const { return is_interrupted_; }
+  // Whether a thread has got the error.
+  bool has_raised() const { return has_raised_; }
   // Sets the groups to abort, all at once, to end waits on a device. Empty: no device waits.
   void may_abort(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups);
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const;
@@ -66,6 +69,8 @@ class Interruption {
   static void wait(c10d::Work& work);
   // Like Future::waitAndThrow().
   static void wait(c10::ivalue::Future& future);
+  // Like Work::wait(), outside of a window: each of `all` can end it.
+  static void wait_outside(c10d::Work& work, const std::vector<std::shared_ptr<Interruption>>& all);
   // Waits for at most `patience`. Whether the future is done.
   static bool wait(c10::ivalue::Future& future, std::chrono::milliseconds patience);
 
@@ -76,6 +81,7 @@ class Interruption {
   [[noreturn]] void rethrow_explained();
 
   std::atomic<bool> is_interrupted_{false};
+  mutable std::atomic<bool> has_raised_{false};
   mutable std::mutex mutex_;
   std::string why_;
   c10d::Work* of_pair_ = nullptr;  // a message between two ranks that a thread waits for

@@ -38,9 +38,8 @@ void RemoteRank::read(uint64_t address, void* target, size_t bytes) const {
   auto* to = static_cast<char*>(target);
   while (bytes > 0) {
     const auto count = try_to_read(process, address, to, bytes);
-    TORCH_CHECK_WITH(DistBackendError, count > 0, "fastddp: this rank could read the memory of rank ", rank,
-                     " (process ", process,
-                     ") when training began, and now it cannot: ", count < 0 ? std::strerror(errno) : "nothing came",
+    TORCH_CHECK_WITH(DistBackendError, count > 0, "fastddp: this rank could read the memory of process ", process,
+                     " when training began, and now it cannot: ", count < 0 ? std::strerror(errno) : "nothing came",
                      ". The process may have ended.", see("FD015"));
     address += static_cast<uint64_t>(count);
     to += count;
@@ -57,7 +56,7 @@ uint64_t RemoteRank::number(uint64_t meeting, size_t offset) const {
 
 bool RemoteRank::has_begun(uint64_t meeting) const {
   const auto begun = number(meeting, offsetof(OutboxEntry, begun));
-  TORCH_CHECK_WITH(DistBackendError, begun <= meeting + 1, "fastddp: rank ", rank, " is ", begun - 1 - meeting,
+  TORCH_CHECK_WITH(DistBackendError, begun <= meeting + 1, "fastddp: process ", process, " is ", begun - 1 - meeting,
                    " pieces of gradients or parameters ahead of this rank.");
   return begun == meeting + 1;
 }
@@ -70,7 +69,7 @@ bool RemoteRank::has_ended(uint64_t meeting) const {
 
 uint64_t RemoteRank::address(uint64_t meeting, uint64_t tag) const {
   const auto theirs = number(meeting, offsetof(OutboxEntry, tag));
-  TORCH_CHECK_WITH(DistBackendError, theirs == tag, "fastddp: rank ", rank, " sends piece ", theirs,
+  TORCH_CHECK_WITH(DistBackendError, theirs == tag, "fastddp: process ", process, " sends piece ", theirs,
                    " where this rank sends piece ", tag, ": ranks exchange gradients in different orders.");
   return number(meeting, offsetof(OutboxEntry, address));
 }

@@ -37,8 +37,7 @@ class Outbox {
 
 // Memory of another rank's process. DistBackendError: it cannot be read, or says what does not belong here.
 struct RemoteRank {
-  int rank;
-  int process;
+  int process;      // errors name it: ranks have other numbers in other groups
   uint64_t outbox;  // its address there
 
   void read(uint64_t address, void* target, size_t bytes) const;

@@ -54,10 +54,11 @@ class Look : public c10d::Work {
         ++there_;
         continue;
       }
-      TORCH_CHECK_WITH(DistBackendError, !is_aborted_, "fastddp: the wait for rank ", at_[there_].rank, " was aborted");
+      TORCH_CHECK_WITH(DistBackendError, !is_aborted_, "fastddp: the wait for process ", at_[there_].process,
+                       " was aborted");
       const auto waited = std::chrono::steady_clock::now() - begin;
-      TORCH_CHECK_WITH(DistBackendError, waited < timeout_, "fastddp: rank ", at_[there_].rank, " did not come within ",
-                       timeout_.count(), " ms, the process group's timeout");
+      TORCH_CHECK_WITH(DistBackendError, waited < timeout_, "fastddp: process ", at_[there_].process,
+                       " did not come within ", timeout_.count(), " ms, the process group's timeout");
       if (looks < kLooksInARow) {
         sched_yield();
       } else {
@@ -131,7 +132,7 @@ class Reads : public Stages {
     const auto outboxes = exchange_outboxes(lane);
     for (size_t place = 0; place < level_.ranks.size(); ++place) {
       const auto rank = level_.ranks[place];
-      ranks_.push_back({rank, processes[static_cast<size_t>(rank)], outboxes[place]});
+      ranks_.push_back({processes[static_cast<size_t>(rank)], outboxes[place]});
     }
   }
 

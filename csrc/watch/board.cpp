@@ -84,9 +84,10 @@ std::optional<std::string> Board::get(const std::string& what, double seconds) {
   return ask(kSeconds + seconds, read).value_or(Text());
 }
 
-// A soft report (waiting helps) is published as an empty value.
-void Board::publish(size_t window, const Report& report) {
-  put("report/" + std::to_string(window), report.is_soft() ? "" : report.text() + kSeparator + report.json());
+// The stack is in one rank's error. Without text, if nobody is to raise; without anything, if waiting helps.
+void Board::publish(size_t window, const Report& report, bool ends) {
+  const auto value = (ends ? report.text(/*with_stack=*/false) : "") + kSeparator + report.json();
+  put("report/" + std::to_string(window), report.is_soft() ? "" : value);
 }
 
 std::optional<Board::Published> Board::published(size_t window) {

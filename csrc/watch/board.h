@@ -38,7 +38,8 @@ class Board {
   // None: nothing is there within `seconds`, or the store does not answer.
   std::optional<std::string> get(const std::string& what, double seconds);
 
-  void publish(size_t window, const Report& report);
+  // `ends`: whether ranks raise.
+  void publish(size_t window, const Report& report, bool ends);
   struct Published {
     std::string text, json;  // empty: waiting helps
   };

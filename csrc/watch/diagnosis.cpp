@@ -69,12 +69,19 @@ std::string where(const Record& record) {
       return "in the optimizer's step";
     case Doing::after_optimizer:
       return "between two steps";
+    case Doing::agree:
+      return "waiting for the other ranks, in a collective that fastddp makes beside the gradients'";
   }
   return "";
 }
 
-std::string process(const Record& record) {
-  return "process " + std::to_string(record.process.pid) + " on " + record.host;
+// Stands for the processes of all ranks that a finding is about.
+std::string processes() {
+  return "process ...";
+}
+
+std::string in_words(const std::vector<std::string>& processes) {
+  return (processes.size() == 1 ? "process " : "processes ") + listed(processes);
 }
 
 std::optional<Cause> cannot_go_on(const Record& record) {
@@ -132,6 +139,27 @@ bool is_in_data_loader(const Record& record) {
                              [](const auto& line) { return line.find("torch/utils/data") != std::string::npos; });
 }
 
+// Whether it waits, since after some rank has begun to wait here, in another collective that this one would have to join. Python
+// writes the line (fastddp/watch/python_calls.py).
+bool waits_in_vain(const Record& record, const std::vector<Record>& waiting) {
+  const auto began = [](const Record& of) { return of.written - static_cast<int64_t>(of.seconds * 1e3); };
+  const auto is_awaited = [&](const Record& of) { return record.stack_at > began(of); };
+  const auto is_collective = [](const auto& line) { return line.starts_with("(a collective of all ranks"); };
+  return std::ranges::any_of(waiting, is_awaited) && std::ranges::any_of(record.stack, is_collective);
+}
+
+Prospect prospect(const std::vector<Finding>& findings, const std::vector<Record>& waiting,
+                  const std::vector<Record>& elsewhere) {
+  if (findings.empty() || findings.front().cause == Cause::slow) return Prospect::goes_on;
+  const auto is_own_code = [](const Finding& of) {
+    return of.cause == Cause::uninterruptible || (of.cause >= Cause::outside && of.cause <= Cause::optimizer);
+  };
+  if (!std::ranges::all_of(findings, is_own_code)) return Prospect::stuck;
+  const auto may_go_on = [&](const Record& of) { return !of.has_raised() && !waits_in_vain(of, waiting); };
+  const bool some_may = elsewhere.empty() || std::ranges::any_of(elsewhere, may_go_on);
+  return some_may ? Prospect::may_go_on : Prospect::stuck;
+}
+
 // Whether it ended without a known error, outside of a step: its page is gone with it, or says so.
 bool has_ended_in_order(const Record& record) {
   const bool is_between = record.doing == Doing::after_backward || record.doing == Doing::after_optimizer;
@@ -141,33 +169,33 @@ bool has_ended_in_order(const Record& record) {
 std::string how_it_ended(const Record& record) {
   const auto has_ended = record.life == Life::gone ? "has ended" : "is ending";
   const auto was = record.is_stale ? "" : " It was " + where(record) + ".";
-  if (!record.error.empty()) return has_ended + (" (" + process(record) + "), by " + record.error + ".") + was;
+  if (!record.error.empty()) return has_ended + (" (" + processes() + "), by " + record.error + ".") + was;
   if (has_ended_in_order(record)) {
     const auto steps = std::to_string(record.windows) + (record.windows == 1 ? " step" : " steps");
     return has_ended +
-           (" in good order after " + steps + " (" + process(record) + "), and the others go on with step " +
+           (" in good order after " + steps + " (" + processes() + "), and the others go on with step " +
             std::to_string(record.windows + 1)) +
            ": it had less to train on, it seems. Give all ranks as many batches (drop_last=True in sampler and loader), or "
            "put the loop under model.join().";
   }
-  if (record.process_ends) return has_ended + (" (" + process(record) + ").") + was;
-  return has_ended + (" (" + process(record) + ").") + was +
+  if (record.process_ends) return has_ended + (" (" + processes() + ").") + was;
+  return has_ended + (" (" + processes() + ").") + was +
          " Look at what it printed last, and at the kernel's log for \"Out of memory\".";
 }
 
 std::string sentence(Cause cause, const Record& record) {
   const auto is = [&](const std::string& what) {
-    return what + " for " + seconds(record.seconds) + " (" + process(record) + ")";
+    return what + " for " + seconds(record.seconds) + " (" + processes() + ")";
   };
   const auto was = " It was " + where(record) + ".";
   switch (cause) {
     case Cause::gone:
       return how_it_ended(record);
     case Cause::stopped:
-      return "is stopped (" + process(record) + "), by SIGSTOP or a debugger." + was + " kill -CONT " +
+      return "is stopped (" + processes() + "), by SIGSTOP or a debugger." + was + " kill -CONT " +
              std::to_string(record.process.pid) + " lets it go on.";
     case Cause::uninterruptible:
-      return "waits in the kernel (" + process(record) + "), mostly for a file system or a device." + was +
+      return "waits in the kernel (" + processes() + "), mostly for a file system or a device." + was +
              " dmesg on that machine may tell more.";
     case Cause::silent:
       return "says nothing: its process or its machine is gone, or cannot reach the store.";
@@ -188,14 +216,14 @@ std::string sentence(Cause cause, const Record& record) {
     case Cause::backward:
       return is("is in backward") + missing(record) + last(record) + ".";
     case Cause::other_graph:
-      return "has ended its backward without all gradients (" + process(record) + ")" + missing(record) +
+      return "has ended its backward without all gradients (" + processes() + ")" + missing(record) +
              ". Its graph is another one than on the ranks that wait: find_unused_parameters=True allows that.";
     case Cause::after_backward:
       return is("is past its backward, in code outside of the model (an optimizer's step has not begun),") + ".";
     case Cause::optimizer:
       return is("is in the optimizer's step") + ".";
     case Cause::slow:
-      return "is still at work: it is " + where(record) + " (" + process(record) + "). No action is needed.";
+      return "is still at work: it is " + where(record) + " (" + processes() + "). No action is needed.";
     default:
       return "";
   }
@@ -206,24 +234,32 @@ int place(Cause cause) {
   return static_cast<int>(cause);
 }
 
-// Findings of one cause share the sentence of the first rank: they would differ only in numbers.
+// Findings of one cause share the sentence of the first rank: they would differ only in numbers, of which processes are told.
 class Findings {
  public:
   void add(Cause cause, const Record& record) {
     auto& of = by_cause_[cause];
     of.ranks.push_back(record.rank);
     if (of.ranks.size() == 1) of = {cause, of.ranks, sentence(cause, record)};
+    processes_[cause].push_back(std::to_string(record.process.pid) + " on " + record.host);
   }
   void add(Finding finding) { by_cause_.insert_or_assign(finding.cause, std::move(finding)); }
   std::vector<Finding> take() {
     std::vector<Finding> all;
-    for (auto& [cause, finding] : by_cause_) all.push_back(std::move(finding));
+    for (auto& [cause, finding] : by_cause_) {
+      const auto place = finding.text.find(processes());
+      if (place != std::string::npos) {
+        finding.text.replace(place, processes().size(), in_words(processes_[cause]));
+      }
+      all.push_back(std::move(finding));
+    }
     return all;
   }
   bool empty() const { return by_cause_.empty(); }
 
  private:
   std::map<Cause, Finding> by_cause_;
+  std::map<Cause, std::vector<std::string>> processes_;
 };
 
 template <typename Key>
@@ -385,6 +421,7 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
   const auto is_slow = [](const Finding& of) { return of.cause == Cause::slow; };
   if (!std::ranges::all_of(report.findings, is_slow)) std::erase_if(report.findings, is_slow);
   if (report.findings.empty() && !waiting.empty()) report.findings.push_back(compare(waiting));
+  report.prospect = prospect(report.findings, waiting, elsewhere);
   report.headline = headline(waiting, report.step, ranks);
   if (!report.findings.empty() && !report.findings.front().ranks.empty()) {
     const auto first = report.findings.front().ranks.front();

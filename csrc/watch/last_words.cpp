@@ -84,28 +84,28 @@ bool StallWatch::leaves_others() {
   const auto own = progress_->read();
   const bool ends_in_a_call = is_in_a_call(own.doing);
   return std::ranges::any_of(node_.records(), [&](const Record& of) {
-    const bool is_in_step = (of.doing >= Doing::forward && of.doing <= Doing::closing) || of.doing == Doing::gather;
+    const bool is_in_step = (of.doing >= Doing::forward && of.doing <= Doing::closing) || of.waits();
     const bool is_left = ends_in_a_call || (is_in_step && of.windows >= own.windows);
     return of.life != Life::gone && !of.process_ends && is_left;
   });
 }
 
-std::string StallWatch::who_has_ended() {
+std::string StallWatch::who_has_ended(int looks) {
   if (getpid() != pid_) return "";
-  const auto report = find_who_has_ended();
+  const auto report = find_who_has_ended(looks);
   if (!report) return "";
   found_.who_has_ended = true;
   keep(*report);
   return report->text();
 }
 
-std::optional<Report> StallWatch::find_who_has_ended() {
+std::optional<Report> StallWatch::find_who_has_ended(int looks) {
   const auto own = progress_->read();
   node_.look();
   std::vector<Record> ended;
   // We look again for a while: a rank that ends in good order closes its connections a moment before it is gone.
-  for (int looks = 0; ended.empty() && looks < 20; ++looks) {
-    if (looks > 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  for (int look = 0; ended.empty() && look < looks; ++look) {
+    if (look > 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
     for (auto& record : node_.records()) {
       const bool has_ended = record.life == Life::gone || record.process_ends;
       if (has_ended && !record.has_raised()) ended.push_back(std::move(record));

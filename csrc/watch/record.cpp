@@ -76,6 +76,7 @@ void for_fields(Of& record, const Visit& visit) {
   visit("device", record.device);
   visit("other_model", record.other_model);
   visit("stack", record.stack);
+  visit("stack_at", record.stack_at);
   visit("unanswered", record.unanswered);
   visit("moved", record.moved);
 }
@@ -112,7 +113,7 @@ struct Reader {
     if (key == of) field = named(value, Life::unknown);
   }
   void operator()(const char* of, Doing& field) const {
-    if (key == of) field = named(value, Doing::after_optimizer);
+    if (key == of) field = named(value, Doing::agree);
   }
   void operator()(const char* of, Record::Device& field) const {
     if (key == of) field = named(value, Record::Device::computes);
@@ -170,7 +171,7 @@ std::vector<size_t> numbers_in(const std::string& ranges) {
 bool Record::waits() const {
   if (!other_model.empty()) return true;
   if (device != Device::with_host) return device == Device::waits;
-  return doing == Doing::finish || doing == Doing::closing || doing == Doing::gather ||
+  return doing == Doing::finish || doing == Doing::closing || doing == Doing::gather || doing == Doing::agree ||
          (doing == Doing::tick && !runs_user_code);
 }
 

@@ -23,6 +23,7 @@ struct OfGradients {
 struct BesideThePage {
   std::string other_model;         // what it waits for in another model, if it does not wait in this one
   std::vector<std::string> stack;  // of its Python code, the innermost call last
+  int64_t stack_at = 0;            // when, in ms since 1970
   // Its TCP connections (note [Links]): addresses that do not answer, and bytes that move in a second.
   std::vector<std::string> unanswered;
   double moved = 0;

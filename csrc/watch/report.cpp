@@ -59,11 +59,7 @@ bool Report::may_be_an_outage() const {
   return findings.front().cause == Cause::network || findings.front().cause == Cause::silent;
 }
 
-bool Report::is_soft() const {
-  return findings.empty() || findings.front().cause == Cause::slow;
-}
-
-std::string Report::text() const {
+std::string Report::text(bool with_stack) const {
   std::string out = "fastddp: " + headline + " (" + time + ")";
   for (const auto& finding : findings) {
     out += "\n  ";
@@ -71,7 +67,8 @@ std::string Report::text() const {
     if (!finding.ranks.empty()) out += named(finding.ranks) + " ";
     out += finding.text;
   }
-  if (!stack.empty()) out += "\n  Python code of " + named({findings.front().ranks.front()}) + ":";
+  if (!with_stack || stack.empty()) return out;
+  out += "\n  Python code of " + named({findings.front().ranks.front()}) + ":";
   for (const auto& line : stack) out += "\n    " + line;
   return out;
 }

@@ -36,6 +36,10 @@ enum class Cause {
 };
 const char* to_string(Cause cause);
 
+// Whether the step ends, as far as anyone can see. A rank in its own code may be computing, asleep, reading or writing, and no one
+// knows for how long. In the order in which they get worse.
+enum class Prospect { goes_on, may_go_on, stuck };
+
 struct Finding {
   Cause cause;
   std::vector<int> ranks;
@@ -49,12 +53,13 @@ struct Report {
   std::string headline;
   std::vector<Finding> findings;   // the first one is the most likely
   std::vector<std::string> stack;  // of the first finding's first rank
+  Prospect prospect = Prospect::goes_on;
 
   // Whether waiting helps, because some rank goes on.
-  bool is_soft() const;
+  bool is_soft() const { return prospect == Prospect::goes_on; }
   // Whether the network, which may come back, is the first suspect.
   bool may_be_an_outage() const;
-  std::string text() const;
+  std::string text(bool with_stack = true) const;
   // What Python gets: fastddp/watch/stall_report.py reads it.
   std::string json() const;
 };

@@ -126,7 +126,8 @@ void StallWatch::look() {
     seen_.window_ended = seen_.changed;
     written_.doing.reset();
     written_.until_again = kFirstRewrite;
-    asked_.soft.reset();
+    asked_.again.reset();
+    asked_.said.reset();
     board_.try_again();
     stack_.forget();  // it would pass for a stack of this window
   }
@@ -158,8 +159,8 @@ void StallWatch::look() {
   const bool is_old = seconds_since(written_.at) > written_.until_again;
   if (is_old) written_.until_again = std::min(2 * written_.until_again, kLastRewrite);
   if (says_something_new || is_old) write_record();
-  // Waiting helped before, but may no longer help.
-  const bool is_due = asked_.reported != now.windows || (asked_.soft && seconds_since(*asked_.soft) > patience);
+  // Waiting may have helped before, but may no longer help.
+  const bool is_due = asked_.reported != now.windows || (asked_.again && Clock::now() > *asked_.again);
   if (!is_due || !stands_still(seconds_since(seen_.changed), patience)) return;
   asked_.reported = now.windows;
   report(patience);
@@ -173,6 +174,7 @@ bool StallWatch::stands_still(double still, double patience) const {
     case Doing::finish:
     case Doing::closing:
     case Doing::gather:
+    case Doing::agree:
       return true;
     case Doing::forward:
     case Doing::backward:
@@ -190,6 +192,7 @@ Record StallWatch::own_record() const {
   record.unanswered = {links_.unanswered().begin(), links_.unanswered().end()};
   record.moved = links_.moved();
   record.stack = stack_.lines();
+  record.stack_at = stack_.at();
   return record;
 }
 
@@ -221,7 +224,7 @@ void StallWatch::report(double patience) {
     return;
   const bool is_first = claims();
   if (progress_->pulse() != seen_.pulse) return asked_.reported.reset();  // it goes on
-  if (board_.answers() && !is_first) return follow(patience + kForOthersReport);
+  if (board_.answers() && !is_first && follow(patience)) return;
   auto found = outlasting(
       patience, [&] { return diagnose(board_.answers() ? all_records() : machine_records(), progress_->ranks()); });
   // If the GIL is held for ever, a rank gets its stack in another way, and later.
@@ -230,16 +233,23 @@ void StallWatch::report(double patience) {
     found = diagnose(all_records(), progress_->ranks());
   }
   if (!found) return;
-  if (found->is_soft() && std::exchange(asked_.soft, Clock::now())) return;  // already reported
+  const bool ends = found->prospect == Prospect::stuck || seconds_since(seen_.changed) > settings_.idle_patience;
+  ends ? asked_.again.reset() : look_again_later(patience);
   if (!board_.answers()) {
     found->headline += " The store does not answer, so only the ranks of this machine are known.";
     const auto is_lower = [&](const Record& of) { return of.life == Life::runs && of.rank < progress_->rank(); };
     if (std::ranges::any_of(node_.records(), is_lower)) {
       keep(*found);
-      return found->is_soft() ? void() : interrupt(found->text());
+      return ends ? interrupt(found->text()) : void();
     }
   }
-  publish(std::move(*found));
+  publish(std::move(*found), ends);
+}
+
+void StallWatch::look_again_later(double patience) {
+  const auto left = settings_.idle_patience - seconds_since(seen_.changed);
+  const std::chrono::duration<double> pause(left > 0 ? std::min(patience, left) : patience);
+  asked_.again = Clock::now() + std::chrono::duration_cast<Clock::duration>(pause);
 }
 
 // Whether this rank reports, as long as the store answers.
@@ -299,6 +309,7 @@ std::vector<Record> StallWatch::all_records() {
       record.life = life;
     } else if (of != records.end() && record.rank != progress_->rank()) {
       record.stack = of->second.stack;
+      record.stack_at = of->second.stack_at;
       record.unanswered = of->second.unanswered;
       record.moved = of->second.moved;
     }
@@ -314,31 +325,42 @@ void StallWatch::keep(const Report& report) {
   if (!report.is_soft()) found_.kept = {seen_.pulse.windows + 1, report.json()};
 }
 
-void StallWatch::publish(Report report) {
-  say(report.text());
-  if (report.is_soft() || !settings_.raises) asked_.told = {seen_.pulse, seen_.changed};
+// What is no worse than what was said of this step is not said again.
+void StallWatch::publish(Report report, bool ends) {
+  const bool is_new = asked_.said < report.prospect, raises = ends && settings_.raises;
+  if (is_new && !raises) say(report.text());
+  if (!raises) asked_.told = {seen_.pulse, seen_.changed};
   keep(report);
-  board_.publish(seen_.pulse.windows, report);
-  if (!report.is_soft()) interrupt(report.text());
+  board_.publish(seen_.pulse.windows, report, ends);
+  if (raises) {
+    interrupt(report.text());
+    // The error says it, unless nobody gets it: the thread may wait where it cannot be interrupted.
+    for (int looks = 0; !settings_.raises->has_raised() && looks < 10; ++looks) pause(0.2);
+    if (is_new && !settings_.raises->has_raised()) say(report.text());
+  }
+  if (!is_new) return;
+  asked_.said = report.prospect;
   const std::lock_guard lock(found_.mutex);
   found_.report = std::move(report);
 }
 
-// Another rank reports. This one raises as soon as that report is there, unless it says that waiting helps.
-void StallWatch::follow(double seconds) {
-  if (!settings_.raises) return;
+// Another rank reports. This one raises as soon as that report is there, unless it says that the step may go on. Returns whether
+// nothing is left to do: if no report comes, this rank makes one.
+bool StallWatch::follow(double patience) {
+  if (!settings_.raises) return true;
   const auto begin = Clock::now();
-  std::optional<std::string> raised;
-  while (!raised && board_.answers() && seconds_since(begin) < seconds) {
-    if (!pause(0.2)) return;
-    if (something_arrived()) return asked_.reported.reset();
-    if (const auto found = board_.published(seen_.pulse.windows)) raised = found->text;
+  while (board_.answers() && seconds_since(begin) < patience + kForOthersReport) {
+    if (!pause(0.2)) return true;
+    if (something_arrived()) {
+      asked_.reported.reset();
+      return true;
+    }
+    const auto found = board_.published(seen_.pulse.windows);
+    if (!found) continue;
+    found->text.empty() ? look_again_later(patience) : interrupt(found->text);
+    return true;
   }
-  if (raised && raised->empty()) {
-    asked_.soft = Clock::now();
-    return;
-  }
-  interrupt(raised.value_or("fastddp: this rank stands still, and no other rank says why."));
+  return false;
 }
 
 // The error comes before the abort: the host goes on as soon as the device does, maybe inside a hook, where nobody can tell.

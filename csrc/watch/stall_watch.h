@@ -44,6 +44,9 @@ namespace fastddp {
 // once the host has done nothing for a while, we ask the device which bucket's collective has not ended. If the device has come
 // to that collective, the rank waits for others. If not, the others wait for this rank.
 //
+// Ranks raise where the step cannot go on. While a rank may only be in its own code (Prospect), it is reported, and looked at again
+// each `patience`: it may end, or be stopped. Only after `idle_patience` do ranks raise all the same.
+//
 // A network that is down for a moment is no reason to end a job. TCP takes its time to come back, since its pauses between
 // attempts double. So a report that the network is wrong, or that nothing is known of a rank, waits for as long again, and three
 // times as long while bytes move. It is dropped if the step goes on until then.
@@ -52,8 +55,10 @@ namespace fastddp {
 // does not answer, only the pages of the machine are known.
 class StallWatch {
  public:
+  static constexpr int kLooks = 20;
   struct Settings {
     double patience;                         // seconds; five times the longest of the last steps, if that is more
+    double idle_patience;                    // seconds that a rank may be in its own code before others raise
     bool prints;                             // to stderr
     std::shared_ptr<Interruption> raises;    // what a report interrupts; null: nothing
     std::shared_ptr<DeviceProgress> device;  // null: no device to watch
@@ -78,8 +83,9 @@ class StallWatch {
   // Before the process ends: whether other ranks of its machine are in a step that has not ended, or go on while this one ends
   // in the middle of its own.
   bool leaves_others();
-  // After a collective has failed: which rank has ended, in words. Empty: none, as far as can be seen.
-  std::string who_has_ended();
+  // After a collective has failed: which rank has ended, in words, after so many looks, ten a second. Empty: none, as far as can
+  // be seen.
+  std::string who_has_ended(int looks = kLooks);
   // Before the process is ended (note [Last words]): says which rank of its machine does something else than the others.
   // Returns whether it has.
   bool name_who_differs();
@@ -95,7 +101,7 @@ class StallWatch {
 
   void run();
   void end_thread();
-  std::optional<Report> find_who_has_ended();
+  std::optional<Report> find_who_has_ended(int looks = kLooks);
   bool pause(double seconds) { return pauses_.pause(seconds); }
   void look();
   void look_at_device();
@@ -110,8 +116,9 @@ class StallWatch {
   template <typename Find>
   std::optional<Report> outlasting(double patience, const Find& find);
   bool something_arrived() const;
-  void publish(Report report);
-  void follow(double seconds);
+  void publish(Report report, bool ends);
+  bool follow(double patience);
+  void look_again_later(double patience);
   void interrupt(const std::string& why) const;
   void keep(const Report& report);
   void say(const std::string& text) const;
@@ -132,7 +139,8 @@ class StallWatch {
   // Reports of this window, or of the last one that had any.
   struct Asked {
     std::optional<size_t> reported, claimed;  // windows
-    std::optional<Clock::time_point> soft;    // when we last found that waiting helps, in this window
+    std::optional<Clock::time_point> again;   // when to look again: waiting may help, in this window
+    std::optional<Prospect> said;             // the worst one, in this window
     struct Told {
       Progress::Pulse pulse;
       Clock::time_point since;  // the last change before the report

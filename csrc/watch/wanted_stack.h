@@ -1,10 +1,13 @@
 // A rank's Python stack, which one thread asks for and another one gives.
 #pragma once
 
+#include <cstdint>
 #include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "watch/record.h"
 
 namespace fastddp {
 
@@ -21,6 +24,7 @@ class WantedStack {
   void give(std::vector<std::string> lines) {
     const std::lock_guard lock(mutex_);
     is_wanted_ = false;
+    at_ = ms_since_1970();
     if (lines == lines_) return;
     lines_ = std::move(lines);
     is_new_ = true;
@@ -34,6 +38,10 @@ class WantedStack {
     const std::lock_guard lock(mutex_);
     return lines_;
   }
+  int64_t at() const {
+    const std::lock_guard lock(mutex_);
+    return at_;
+  }
   void forget() {
     const std::lock_guard lock(mutex_);
     lines_.clear();
@@ -43,6 +51,7 @@ class WantedStack {
   mutable std::mutex mutex_;
   bool is_wanted_ = false;
   bool is_new_ = false;
+  int64_t at_ = 0;  // when it was given, in ms since 1970
   std::vector<std::string> lines_;
 };
 

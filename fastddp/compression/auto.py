@@ -36,6 +36,7 @@ from fastddp.exchange.agreement import difference, gather_numbers
 from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
 from fastddp.exchange.per_bucket import PerBucket
 from fastddp.exchange.power_sgd import PowerSGD
+from fastddp.together import telling_who_has_ended, together
 
 logger = logging.getLogger("fastddp")
 
@@ -164,7 +165,8 @@ class AutoSchedule:
         elements = [sum(setting.parameters[index].numel() for index in bucket) for bucket in setting.plan]
         to_try = {name: functools.partial(exchange_to_try, self._state, name) for name in exchanges}
         trials = {name: trials_of(make, setting, dtype) for name, make in to_try.items()}
-        return measure_costs(trials, agree, largest_trial(max(elements), setting.device))
+        with telling_who_has_ended(setting.process_group):
+            return measure_costs(trials, agree, largest_trial(max(elements), setting.device))
 
     def _exchange_of(self, choice: Choice, setting: Setting) -> PerBucket:
         used = list(dict.fromkeys(choice.of_buckets))
@@ -269,5 +271,5 @@ def _rank_0s(choice: Choice, loads: Sequence[Load], group: dist.ProcessGroup, de
     """Rank 0's choice, on all ranks. They have the same numbers, but arithmetic may differ between machines."""
     names = sorted({name for load in loads for name in load.seconds})
     wire = torch.tensor([names.index(name) for name in choice.of_buckets], dtype=torch.int64, device=device)
-    dist.broadcast(wire, group=group, group_src=0)
+    together(dist.broadcast, wire, group=group, group_src=0)
     return dataclasses.replace(choice, of_buckets=tuple(names[place] for place in wire.tolist()))

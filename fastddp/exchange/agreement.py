@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 
 from fastddp.listing import listed
+from fastddp.together import together
 
 
 def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[list[float]]:
     """The numbers of each rank of ``group``, in one all-gather."""
     mine = torch.tensor(numbers, dtype=torch.float64, device=device)
     everywhere = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everywhere, mine, group=group)
+    together(dist.all_gather, everywhere, mine, group=group)
     return [of_rank.tolist() for of_rank in everywhere]
 
 
@@ -39,5 +40,5 @@ def greatest(values: Sequence[float], group: dist.ProcessGroup, device: torch.de
     if not values:
         return []
     wire = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=group)
+    together(dist.all_reduce, wire, op=dist.ReduceOp.MAX, group=group)
     return [float(value) for value in wire.tolist()]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from fastddp.together import together
+
 
 def divides_first(process_group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether ``ReduceOp.AVG`` multiplies what each rank sends by 1 / ranks, and then adds, as NCCL does.
@@ -19,7 +21,7 @@ def divides_first(process_group: dist.ProcessGroup, device: torch.device) -> boo
     number = torch.full((1,), 0.9 * torch.finfo(torch.float32).max, device=device)
     average = number.clone()
     try:
-        dist.all_reduce(average, dist.ReduceOp.AVG, group=process_group)
+        together(dist.all_reduce, average, dist.ReduceOp.AVG, group=process_group)
     except RuntimeError:
         return False
     return bool(torch.isclose(average, number, rtol=1e-5))

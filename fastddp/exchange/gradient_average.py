@@ -14,6 +14,7 @@ from fastddp.errors import see
 from fastddp.exchange.descriptions import Exchange, PythonHook
 from fastddp.exchange.per_bucket import PerBucket
 from fastddp.exchange.power_sgd import PowerSGD
+from fastddp.together import finish
 
 GradientAverage = Literal["mean", "sum"] | Tensor | Callable[[], "Tensor | float"]
 """The mean over ranks; their sum; or a weight: sum(weight * gradient) / sum(weight) over ranks.
@@ -85,6 +86,7 @@ class Weight:
         """
         self._problem: Exception | None = None
         self._work: dist.Work | None = None
+        self._group = group
         try:
             self._mine = self._read() if counts else 0.0
         except Exception as problem:  # raised later: the other ranks wait for a weight, and get nan
@@ -117,10 +119,10 @@ class Weight:
         return self._mine / total
 
     def _wait_for_total(self) -> float | None:
-        if self._work is None:
+        if self._work is None or self._group is None:
             return None
         with self._own_stream():  # on the current stream this would wait for the forward
-            self._work.wait()
+            finish(self._work, self._group)
             return self._total.item()
 
     def _read(self) -> float:

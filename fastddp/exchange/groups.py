@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fastddp.errors import see
 from fastddp.exchange.agreement import greatest
 from fastddp.exchange.backends import backend_of
+from fastddp.together import telling_who_has_ended
 
 Of = ParamSpec("Of")
 Made = TypeVar("Made")
@@ -70,19 +71,21 @@ def make_group(
     description = f"fastddp {what}"
     if _splits(parent, device):
         split = [list(ranks) for ranks in parts]
-        group = dist.split_group(parent, split, timeout=timeout, pg_options=nccl_options, group_desc=description)
+        with telling_who_has_ended(parent):
+            group = dist.split_group(parent, split, timeout=timeout, pg_options=nccl_options, group_desc=description)
         assert group is not None  # this rank is in a part
         return group
     everywhere = dist.get_process_group_ranks(parent)
     (mine,) = [ranks for ranks in parts if parent.rank() in ranks]
-    return dist.new_group(
-        [everywhere[rank] for rank in mine],
-        timeout=timeout,
-        backend=backend_of(parent, device),
-        pg_options=nccl_options,
-        use_local_synchronization=True,
-        group_desc=description,
-    )
+    with telling_who_has_ended(parent):
+        return dist.new_group(
+            [everywhere[rank] for rank in mine],
+            timeout=timeout,
+            backend=backend_of(parent, device),
+            pg_options=nccl_options,
+            use_local_synchronization=True,
+            group_desc=description,
+        )
 
 
 def zero_cta_twin(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

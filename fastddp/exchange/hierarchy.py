@@ -15,6 +15,7 @@ from fastddp.errors import see
 from fastddp.exchange.groups import make_group, once_a_group, ranks_name_groups_alike
 from fastddp.exchange.placement import machine_of_this_rank
 from fastddp.listing import listed
+from fastddp.together import together
 
 HierarchyArgument = Literal["node"] | DeviceMesh | None
 
@@ -175,7 +176,7 @@ def _ranks_by_node(process_group: dist.ProcessGroup, device: torch.device) -> li
     numbers = [_variable("GROUP_RANK"), _variable("LOCAL_WORLD_SIZE"), machine_of_this_rank()]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     rows = [torch.empty_like(mine) for _ in range(process_group.size())]
-    dist.all_gather(rows, mine, group=process_group)
+    together(dist.all_gather, rows, mine, group=process_group)
     told = [tuple(row.tolist()) for row in rows]
     has_launcher = all(_NO_LAUNCHER not in row[:2] for row in told)
     nodes: dict[int, list[int]] = {}

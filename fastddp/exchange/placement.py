@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fastddp import _C
 from fastddp.exchange.backends import backend_of
 from fastddp.exchange.groups import once_a_group
+from fastddp.together import together
 
 _ENOUGH_BYTES = 4 * 2**20
 
@@ -96,7 +97,7 @@ def _processes(process_group: dist.ProcessGroup) -> tuple[int, ...]:
 
 def _of_all(mine: torch.Tensor, process_group: dist.ProcessGroup) -> list[torch.Tensor]:
     everywhere = [torch.empty_like(mine) for _ in range(process_group.size())]
-    dist.all_gather(everywhere, mine, group=process_group)
+    together(dist.all_gather, everywhere, mine, group=process_group)
     return everywhere
 
 

@@ -13,6 +13,7 @@ from fastddp.errors import see
 from fastddp.exchange.agreement import difference, gather_numbers
 from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
 from fastddp.listing import listed
+from fastddp.together import telling_who_has_ended
 
 if TYPE_CHECKING:
     from fastddp.exchange.power_sgd import PowerSGD, PowerSGDState
@@ -77,7 +78,8 @@ class PowerSGDSchedule:
         group, device = self._group(), self._setting().parameters[0].device
         meeting = _Meeting(group, f"fastddp/power_sgd/{self._number}/{window}") if self._have_compared else None
         if meeting is not None:
-            meeting.wait(_PATIENCE)
+            with telling_who_has_ended(group):
+                meeting.wait(_PATIENCE)
         by_rank = gather_numbers([float(getattr(self._state, name)) for name in _COMPARED], group, device)
         if meeting is not None:
             meeting.end()

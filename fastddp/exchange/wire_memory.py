@@ -14,6 +14,7 @@ from torch import Tensor
 from fastddp import _C
 from fastddp.errors import see
 from fastddp.exchange.groups import once_a_group
+from fastddp.together import together
 
 WireMemory = Literal["registered", "symmetric"] | None
 
@@ -65,7 +66,7 @@ def _is_offered(group: dist.ProcessGroup, device: torch.device) -> bool:
     except RuntimeError:  # a third-party group
         return False
     offers = torch.tensor([int(backend.supports_tensor_alloc(device))], device=device)
-    dist.all_reduce(offers, dist.ReduceOp.MIN, group=group)
+    together(dist.all_reduce, offers, dist.ReduceOp.MIN, group=group)
     return bool(offers)
 
 

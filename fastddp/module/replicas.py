@@ -21,6 +21,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from fastddp.errors import see
 from fastddp.listing import listed
+from fastddp.together import finish, together
 
 # A row is compared, and sent. For a parameter: name, shape, strides (or its layout, if it has none), dtype, device
 # type, requires_grad. For a parameter's place in a plan: a text.
@@ -68,7 +69,7 @@ def verify_replicas(
     digest = memoryview(hashlib.sha256(b"".join(texts)).digest()).cast("q")
     mine = torch.tensor([*map(len, texts), *digest, number], dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(process_group.size())]
-    dist.all_gather(every, mine, group=process_group)
+    together(dist.all_gather, every, mine, group=process_group)
     numbers = torch.stack(every).cpu()
     gathered, greatest = numbers[:, :-1], int(numbers[:, -1].max())
     differ = bool((gathered != gathered[0]).any())
@@ -126,7 +127,7 @@ def broadcast_replicas(
 
     def land() -> None:
         work, piece = flying.popleft()
-        work.wait()
+        finish(work, process_group)
         if not is_source:
             piece.unpack()
 
@@ -154,7 +155,7 @@ def check_same_model(number: int, process_group: dist.ProcessGroup, device: torc
     """
     mine = torch.tensor([number], dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(process_group.size())]
-    dist.all_gather(every, mine, group=process_group)
+    together(dist.all_gather, every, mine, group=process_group)
     numbers = torch.cat(every).tolist()
     models = sorted({*numbers} - {0})
     if len(models) > 1:
@@ -205,7 +206,7 @@ def agree_on(choice: bool, process_group: dist.ProcessGroup, device: torch.devic
 
 def _rank_0s(numbers: Sequence[int], process_group: dist.ProcessGroup, device: torch.device) -> list[int]:
     wire = torch.tensor(numbers, dtype=torch.int64, device=device)
-    dist.broadcast(wire, group=process_group, group_src=0)
+    together(dist.broadcast, wire, group=process_group, group_src=0)
     return wire.tolist()
 
 
@@ -233,7 +234,7 @@ def _broadcast_bytes(text: bytes, length: int, process_group: dist.ProcessGroup,
     wire = torch.empty(length, dtype=torch.uint8, device=device)
     if process_group.rank() == 0:
         wire = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    dist.broadcast(wire, group=process_group, group_src=0)
+    together(dist.broadcast, wire, group=process_group, group_src=0)
     return bytes(wire.tolist())
 
 
@@ -278,7 +279,7 @@ def _gather_reports(
         report = json.dumps([mine.first, mine.number, mine.count, value]).encode()
     wire = torch.frombuffer(bytearray(report.ljust(_REPORT_BYTES)), dtype=torch.uint8).to(device)
     every = [torch.empty_like(wire) for _ in range(process_group.size())]
-    dist.all_gather(every, wire, group=process_group)
+    together(dist.all_gather, every, wire, group=process_group)
     texts = [bytes(tensor.tolist()).strip() for tensor in every]
     return {rank: _Difference(*json.loads(text)) for rank, text in enumerate(texts) if text}
 

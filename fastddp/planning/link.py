@@ -22,6 +22,7 @@ from torch import Tensor
 from fastddp import _C
 from fastddp.exchange.agreement import greatest
 from fastddp.planning.model import Link
+from fastddp.together import finish
 
 _SIZES = [4 * 2**10, 32 * 2**10, 256 * 2**10, 2 * 2**20, 16 * 2**20]
 _BEYOND_ON_DEVICES = [64 * 2**20]  # devices' networks reach full speed only there
@@ -151,5 +152,5 @@ def _seconds_of_device(
 
 def _all_reduce(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], size: int) -> None:
     works = [dist.all_reduce(w[: size // 4], group=lane, async_op=True) for lane, w in zip(lanes, wires, strict=True)]
-    for work in works:
-        work.wait()
+    for work, lane in zip(works, lanes, strict=True):
+        finish(work, lane)

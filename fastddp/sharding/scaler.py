@@ -14,6 +14,8 @@ from torch.amp.grad_scaler import GradScaler
 from fastddp.errors import see
 from fastddp.in_force import InForce
 from fastddp.sharding.parts import OfParts
+from fastddp.together import together
+from fastddp.window.joining import check_all_have_inputs
 
 
 @functools.cache
@@ -48,8 +50,9 @@ def _check_none_in_fp16(optimizer: OfParts) -> None:
 
 def _on_any_rank(found: dict[torch.device, Tensor], now: InForce) -> dict[torch.device, Tensor]:
     """Whether a rank has found what is not finite: 1.0 or 0.0. A collective; the host does not wait for a device."""
+    check_all_have_inputs(now, "A GradScaler of a ShardedOptimizer")
     anywhere = torch.zeros((), device=now.device)
     for here in found.values():
         anywhere = torch.maximum(anywhere, here.to(now.device, non_blocking=True))
-    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=now.process_group)
+    together(dist.all_reduce, anywhere, op=dist.ReduceOp.MAX, group=now.process_group)
     return {now.device: anywhere}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastddp import _C
 from fastddp.sharding.shards import Shards, Span
+from fastddp.together import together
 
 State = Mapping[str, Any]
 
@@ -77,11 +78,11 @@ def _of_all_ranks(own: Any, shards: Shards) -> list[Any]:
     content = torch.frombuffer(saved.getbuffer(), dtype=torch.uint8).to(device)
     lengths = torch.zeros(shards.group.size(), dtype=torch.int64, device=device)
     lengths[shards.group.rank()] = len(content)
-    dist.all_reduce(lengths, group=shards.group)
+    together(dist.all_reduce, lengths, group=shards.group)
     rows = torch.zeros(shards.group.size(), int(lengths.max()), dtype=torch.uint8, device=device)
     padded = torch.zeros_like(rows[0])
     padded[: len(content)] = content
-    dist.all_gather([*rows], padded, group=shards.group)
+    together(dist.all_gather, [*rows], padded, group=shards.group)
     return [_loaded(row[:length]) for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastddp.together import finish
+
 
 class Gathering:
     """The rows of all ranks of ``group``, on their way. All ranks make these in the same order.
@@ -17,6 +19,7 @@ class Gathering:
 
     def __init__(self, row: Tensor, group: dist.ProcessGroup) -> None:
         self._rows = self._on_host = torch.empty(group.size(), len(row), dtype=row.dtype, device=row.device)
+        self._group = group
         self._work = dist.all_gather(list(self._rows), row, group=group, async_op=True)
         self._event: torch.Event | None = None
 
@@ -30,11 +33,11 @@ class Gathering:
         With one, the first call starts the copy to the host, and only a later call returns True.
         """
         if stream is None:
-            self._work.wait()
+            finish(self._work, self._group)
             return True
         if self._event is None:
             with stream:
-                self._work.wait()
+                finish(self._work, self._group)
                 self._on_host = torch.empty(self._rows.shape, dtype=self._rows.dtype, pin_memory=True)
                 self._on_host.copy_(self._rows, non_blocking=True)
                 self._event = torch.Event(stream.device)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastddp.errors import see
 from fastddp.in_force import InForce
+from fastddp.together import together
 from fastddp.watch.corruption import Corruption, OnCorruption, deliver
 from fastddp.watch.scaler import a_scaler_steps
 
@@ -213,7 +214,7 @@ def _what_all_ranks_had(now: InForce) -> list[list[float]]:
     said = _what_this_rank_had(now)
     group = now.exchange.group(now.setting) or now.process_group
     of_all = [torch.empty_like(said) for _ in range(group.size())]
-    dist.all_gather(of_all, said, group=group)
+    together(dist.all_gather, of_all, said, group=group)
     return [rank.tolist() for rank in of_all]
 
 
@@ -279,7 +280,7 @@ def _judged(now: InForce, said: list[list[float]]) -> NonFinite | None:
             losses=tuple(losses),
             of_a_loss=max(losses.values(), default=0),
         )
-    synchronised = _synchronised(now, together=len(said) == now.process_group.size())
+    synchronised = _synchronised(now, all_are_here=len(said) == now.process_group.size())
     if not synchronised:
         return None
     _, index, count = synchronised[0]
@@ -292,18 +293,18 @@ def _largest(now: InForce, said: list[list[float]]) -> tuple[int, str, float]:
     return int(rank), now.setting.names[int(index)], norm
 
 
-def _synchronised(now: InForce, together: bool) -> list[tuple[int, int, int]]:
+def _synchronised(now: InForce, all_are_here: bool) -> list[tuple[int, int, int]]:
     """Place, parameter and count of each synchronised gradient that is not finite.
 
-    Where gradients are sharded, ranks add up what their parts have, if all of them are here ``together``.
+    Where gradients are sharded, ranks add up what their parts have, if ``all_are_here``.
     """
     places = _places(now)
     counts = now.reducer.synchronised_not_finite()
     if counts is None:
         counts = torch.tensor([_not_finite(gradient) for gradient in now.reducer.own_gradients()])
-    if now.setting.sharding is not None and together:
+    if now.setting.sharding is not None and all_are_here:
         counts = counts.to(now.device)
-        dist.all_reduce(counts, group=now.setting.sharding_group)
+        together(dist.all_reduce, counts, group=now.setting.sharding_group)
     return sorted((places[index], index, int(counts[index])) for index in counts.nonzero().flatten().tolist())
 
 

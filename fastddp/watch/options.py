@@ -19,15 +19,15 @@ class Watch:
 
     Raises:
         TypeError: ``stall`` or ``corruption`` is of another type; ``audit_every`` is no integer.
-        ValueError: ``stall`` or ``corruption`` is another text; ``patience`` is no number of seconds > 0;
-            ``audit_every`` is below 1.
+        ValueError: ``stall`` or ``corruption`` is another text; ``patience`` or ``idle_patience`` is no number of
+            seconds > 0; ``audit_every`` is below 1.
     """
 
     stall: OnStall = "report"
     """What to do when a step stands still for long. "report": the rank that finds it says on stderr which rank holds
-    the step up, and why. "raise": also raise a RuntimeError with the report on all ranks that wait for others; the
-    process group is of no use afterwards. A callable: also call it on the finding rank, from another thread, with a
-    :class:`fastddp.StallReport`. None: do not look."""
+    the step up, and why. "raise": where the step cannot go on, raise a RuntimeError with the report on all ranks that
+    wait for others instead; the process group is of no use afterwards. A callable: also call it on the finding rank,
+    from another thread, with a :class:`fastddp.StallReport`. None: do not look."""
     patience: float = 10.0
     """How many seconds are long; or five times the longest of the last steps, if that is more."""
     corruption: OnCorruption = None
@@ -37,6 +37,9 @@ class Watch:
     audit_every: int | None = None
     """Compare the replicas' parameters, and what ``model.audit()`` adds, bit by bit: a part in each step, each once in
     this many steps. As often, add up a part of a bucket's gradients a second time. None: do neither."""
+    idle_patience: float | None = None
+    """For how many seconds a rank may keep the others waiting with code of its own (evaluation, a checkpoint, a data
+    loader, compilation) before "raise" raises. None: until the process group's own time-out."""
 
     local_steps: OnLocalSteps = "warn"
     """What to do when an optimizer steps with gradients that no backward has averaged, outside of ``no_sync()``: "warn",
@@ -45,7 +48,9 @@ class Watch:
     def __post_init__(self) -> None:
         _check_choice("stall", self.stall, "fastddp.StallReport")
         _check_choice("corruption", self.corruption, "fastddp.Corruption")
-        _check_patience(self.patience)
+        _check_patience("patience", self.patience)
+        if self.idle_patience is not None:
+            _check_patience("idle_patience", self.idle_patience)
         if self.local_steps not in ("warn", "raise", None):
             raise ValueError(
                 f'Watch(local_steps=...) is "warn", "raise" or None, not {self.local_steps!r}.' + see("FD024")
@@ -74,9 +79,9 @@ def _check_choice(name: str, choice: object, takes: str) -> None:
     )
 
 
-def _check_patience(patience: object) -> None:
+def _check_patience(name: str, patience: object) -> None:
     if isinstance(patience, bool) or not isinstance(patience, Real) or not float(patience) > 0:
-        raise ValueError(f"Watch(patience=...) is a number of seconds > 0, not {patience!r}." + see("FD024"))
+        raise ValueError(f"Watch({name}=...) is a number of seconds > 0, not {patience!r}." + see("FD024"))
 
 
 def _check_audit_every(audit_every: object) -> None:

@@ -6,15 +6,19 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 
 from fastddp._C import calls_in_lines
 
 _FOLDERS = ("site-packages", "dist-packages")
 _LOADER = "torch/utils/data/dataloader.py"
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "fastddp/together.py")
+_BETWEEN_TWO = ("send", "recv")
 _STATES = {"R": "runs", "S": "sleeps", "D": "waits in the kernel", "T": "is stopped", "t": "is stopped"}
 
 
@@ -28,14 +32,30 @@ def libraries() -> list[tuple[str, int]]:
     ]
 
 
-def lines_of_main_thread() -> list[str]:
-    """Its calls, the innermost last; then the workers of a data loader that it waits for."""
+def lines_of_main_thread(ranks: Collection[int] = ()) -> list[str]:
+    """Its calls, the innermost last; then what it waits for: workers of a data loader, or a collective of ``ranks``.
+
+    Args:
+        ranks: global ones, of a model. Empty: no collective is looked for.
+    """
     ident = threading.main_thread().ident
     frame = None if ident is None else sys._current_frames().get(ident)
     if frame is None:
         return []
     calls = [(call.filename, call.lineno or 0, call.name, call.line or "") for call in traceback.extract_stack(frame)]
-    return calls_in_lines(calls, libraries()) + _workers_of_its_data_loader(frame)
+    return calls_in_lines(calls, libraries()) + _workers_of_its_data_loader(frame) + _collective(frame, ranks)
+
+
+def _collective(frame: FrameType | None, ranks: Collection[int]) -> list[str]:
+    """The line is known in ``csrc/watch/diagnosis.cpp``."""
+    while frame is not None and ranks:
+        code = frame.f_code
+        if code.co_filename.endswith(_COLLECTIVES) and "group" in code.co_varnames and code.co_name not in _BETWEEN_TWO:
+            group = frame.f_locals.get("group") or dist.group.WORLD
+            if isinstance(group, dist.ProcessGroup) and {*ranks} <= {*dist.get_process_group_ranks(group)}:
+                return [f"(a collective of all ranks of the model: {code.co_name})"]
+        frame = frame.f_back
+    return []
 
 
 def _workers_of_its_data_loader(frame: FrameType | None) -> list[str]:
@@ -43,13 +63,14 @@ def _workers_of_its_data_loader(frame: FrameType | None) -> list[str]:
         if frame.f_code.co_filename.endswith(_LOADER):
             workers = getattr(frame.f_locals.get("self"), "_workers", None)
             if workers:
-                states = ", ".join(f"{worker.pid} {_state_of(worker.pid)}" for worker in workers)
+                states = ", ".join(f"{worker.pid} {state_of(worker.pid)}" for worker in workers)
                 return [f"(workers of this data loader: {states})"]
         frame = frame.f_back
     return []
 
 
-def _state_of(pid: int) -> str:
+def state_of(pid: int) -> str:
+    """What a process of this machine does, as a verb in words."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

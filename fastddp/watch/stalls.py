@@ -8,34 +8,40 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import math
 import multiprocessing
 import multiprocessing.util
 import os
 import socket
 import sys
+import textwrap
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from fastddp._C import StallWatch, remove_own_pages
-from fastddp.errors import see
 from fastddp.in_force import InForce
+from fastddp.together import explanations, models
+from fastddp.watch import roll
 from fastddp.watch.error_file import leave_reports
 from fastddp.watch.lookout import look_now_and_then
 from fastddp.watch.options import Watch
 from fastddp.watch.python_calls import libraries, lines_of_main_thread
 from fastddp.watch.stall_report import OnStall, StallReport
 
-_models: weakref.WeakSet[InForce] = weakref.WeakSet()
-_watches: weakref.WeakSet[StallWatch] = weakref.WeakSet()
+_watches: weakref.WeakKeyDictionary[StallWatch, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 def stall_key(now: InForce) -> str:
     """The key of the process group's store where a model's ranks write what they do."""
     return f"fastddp/stall/{now.number.name}"
+
+
+def begin_to_watch(group: dist.ProcessGroup) -> None:
+    """Let other ranks know how this one ends, from its first wrapper on."""
+    roll.enter(group)
+    _end_with_a_child()
 
 
 def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
@@ -44,7 +50,7 @@ def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
     store = dist.distributed_c10d._get_process_group_store(now.process_group)
     job = _agree_on_job(store, key)
     now.reducer.progress.belongs_to(job, sys.argv[0] if sys.argv else "")
-    _models.add(now)
+    models.add(now)
     _end_with_a_child()
     if options.stall is None:
         return None
@@ -62,37 +68,37 @@ def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
         device=device,
         waits=now.reducer.interruption,
         libraries=libraries(),
+        idle_patience=math.inf if raises is None or options.idle_patience is None else float(options.idle_patience),
     )
-    _watches.add(watch)
-    look_now_and_then(now, _Duties(watch, options.stall).look)
+    _watches[watch] = weakref.ref(now.process_group)
+    look_now_and_then(now, _Duties(watch, options.stall, dist.get_process_group_ranks(now.process_group)).look)
     return watch
 
 
-@contextmanager
-def telling_who_has_ended(now: InForce, watch: StallWatch | None) -> Iterator[None]:
-    """Let the error of a collective in here say which rank of this machine has ended, if any, as backward does."""
-    try:
-        yield
-    except RuntimeError as error:
-        if watch is not None and (why := watch.who_has_ended()):
-            now.reducer.progress.fails_for_others()
-            error.args = (f"{error}\n{why}" + see("FD015"),)
-        raise
+def _who_has_ended(group: dist.ProcessGroup) -> str:
+    """What watches know, of the models of this group first; only the first of them looks for a while."""
+    watches = sorted(_watches.items(), key=lambda of: of[1]() is not group)
+    said = (watch.who_has_ended(looks=1 if later else 20) for later, (watch, _) in enumerate(watches))
+    return next(filter(None, said), "")
+
+
+explanations.insert(0, _who_has_ended)  # it knows most
 
 
 class _Duties:
     """What the thread in C++ cannot do."""
 
-    def __init__(self, watch: StallWatch, tell: OnStall) -> None:
+    def __init__(self, watch: StallWatch, tell: OnStall, ranks: list[int]) -> None:
         self._watch = weakref.ref(watch)
         self._tell = tell
+        self._ranks = ranks
 
     def look(self) -> None:
         watch = self._watch()
         if watch is None:
             return
         if watch.wants_stack():
-            watch.give_stack(lines_of_main_thread())
+            watch.give_stack(lines_of_main_thread(self._ranks))
         report = watch.take_report()
         if report is not None and callable(self._tell):
             self._tell(StallReport.of(report))
@@ -102,8 +108,10 @@ def _end() -> None:
     """Runs when this process ends, after the error that ended it: garbage collection may still take seconds."""
     error = _error_that_ends_the_process()
     stays = bool(error) or any(watch.leaves_others() for watch in list(_watches))
-    for now in list(_models):
+    for now in list(models):
         now.reducer.progress.process_ends(error, stays)
+    if error:
+        roll.leave(error)
     for watch in list(_watches):
         watch.name_who_has_ended()
     leave_reports(watch.report_of_open_step() for watch in list(_watches))
@@ -143,7 +151,8 @@ def _error_that_ends_the_process() -> str:
         error = error.__context__
     if error is None or isinstance(error, SystemExit):
         return ""
-    return (type(error).__name__ + ": " + (str(error).strip() or "(no text)").splitlines()[0])[:_MOST_LETTERS]
+    text = type(error).__name__ + ": " + (str(error).strip() or "(no text)").splitlines()[0]
+    return textwrap.shorten(text, _MOST_LETTERS, placeholder=" ...")
 
 
 def _agree_on_job(store: dist.Store, key: str) -> int:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp._C import SumAudit, WireLayout
+from fastddp.together import finish
 
 REGION_BYTES = 2**18  # of a wire, checked at once; much smaller than a bucket, because it travels again
 
@@ -69,7 +70,7 @@ class SecondSum:
 
         The latter is a place in the wire. On a device with streams no host waits.
         """
-        self._work.wait()
+        finish(self._work, self._group)
         first = self._group.rank() * self._shard
         came = None if self.came is None else self.came[first : first + self._shard]
         if came is None or not len(came):  # a region may have fewer elements than there are ranks

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fastddp.errors import see
 from fastddp.in_force import InForce
+from fastddp.together import together
+from fastddp.window.joining import check_all_have_inputs
 
 
 def measured(now: InForce, own: Sequence[Tensor] | None) -> Tensor:
@@ -31,10 +33,11 @@ def measured(now: InForce, own: Sequence[Tensor] | None) -> Tensor:
         )
     if own is None:
         return now.reducer.measure()
+    check_all_have_inputs(now, "The norm of sharded gradients, or whether they are finite,")
     # All ranks have whole sparse gradients, which count once.
     group = now.setting.sharding_group
     parts = _of([*own, *(_sparse(now) if group.rank() == 0 else ())], now.device)
-    dist.all_reduce(parts, group=group)
+    together(dist.all_reduce, parts, group=group)
     return parts
 
 

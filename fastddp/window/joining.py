@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
+from fastddp.errors import see
 from fastddp.exchange.agreement import greatest
 from fastddp.in_force import InForce
 from fastddp.module.replicas import broadcast_replicas
@@ -21,6 +22,19 @@ def tell_of_forward(now: InForce, synchronises: bool) -> None:
     """Tell ranks without inputs of what kind this rank's forward is."""
     if now.is_uneven:
         _greatest([synchronises, torch.is_grad_enabled()], now)
+
+
+def check_all_have_inputs(now: InForce, what: str) -> None:
+    """Raise RuntimeError under Join, where a rank without inputs would neither be asked nor change its own part.
+
+    Raised in the first step, before any rank has run out.
+    """
+    if now.is_uneven:
+        raise RuntimeError(
+            f"{what} asks all ranks, since each has a part of the gradients, and under Join a rank without inputs "
+            "would not answer. Use an optimizer that is not sharded, or give all ranks as many inputs (drop_last=True)."
+            + see("FD042")
+        )
 
 
 class JoinedRank(JoinHook):

@@ -66,7 +66,7 @@ class LocalSteps:
             f"fastddp: {optimizer} is about to step with a gradient that is rank {self._now.process_group.rank()}'s "
             f"alone, of parameter {names[0]}{more}: no backward has averaged it, so replicas drift apart. {self._why()} "
             "If that is on purpose, as in local SGD, put no_sync() around the step, too, or pass "
-            "Watch(local_steps=None)." + see("FD050")
+            "Watch(local_steps=None)." + see("FD048")
         )
         if self._on == "raise":
             raise RuntimeError(message)

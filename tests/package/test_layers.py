@@ -86,3 +86,17 @@ def test_nothing_uses_itself_by_way_of_others(uses: dict[str, set[str]]) -> None
         for name in free:
             del left[name]
     assert left == {}
+
+
+def test_collectives_outside_of_windows_go_through_together() -> None:
+    """So all end alike, with rank and cause. Works are waited for there too."""
+    plain = re.compile(r"dist\.(?:all_gather|all_reduce|broadcast|barrier)\((?!.*async_op=True)")
+    waits = re.compile(r"\bwork\.wait\(\)")
+    found = [
+        (module, line.strip())
+        for module, path in MODULES.items()
+        if module not in ("fastddp.together", "fastddp.reference") and not module.startswith("fastddp.tools")
+        for line in path.read_text().splitlines()
+        if plain.search(line) or waits.search(line)
+    ]
+    assert found == []

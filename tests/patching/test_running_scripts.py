@@ -59,6 +59,17 @@ def test_a_script_finds_what_it_finds_under_python(folder: Path, given: str) -> 
     assert ran(folder, "-m", "fastddp", *given.split()) == ran(folder, *given.split())
 
 
+@pytest.mark.parametrize("how", ["train.py", "-m train"])
+def test_an_error_of_the_script_begins_there(tmp_path: Path, how: str) -> None:
+    (tmp_path / "train.py").write_text("import atexit, sys\natexit.register(lambda: print(sys.last_value))\nint('x')\n")
+    command = [sys.executable, "-m", "fastddp", *how.split()]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    first, of_script, *_, last = ended.stderr.splitlines()
+    assert (ended.returncode, first) == (1, "Traceback (most recent call last):")
+    assert of_script == f'  File "{tmp_path / "train.py"}", line 3, in <module>'
+    assert last.removeprefix("ValueError: ") == ended.stdout.strip()
+
+
 @pytest.mark.tier("nightly")
 def test_folders_archives_and_compiled_scripts_run_too(folder: Path) -> None:
     printing = "import sys; print(__name__, sys.argv[1:])"

@@ -48,6 +48,25 @@ def test_a_rank_without_inputs_steps_with_its_part(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if same else 0.03)
 
 
+@pytest.mark.parametrize("asks", ["clip", "found_inf", "scaler"])
+@on_ranks(2)
+def test_what_asks_all_ranks_for_their_parts_is_refused_under_join(rank: int, asks: str) -> None:
+    """In the first step, while all ranks have inputs."""
+    model = fastddp.DistributedDataParallel(nn.Linear(3, 3))
+    optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    ask = {
+        "clip": lambda: fastddp.clip_grad_norm_(model, 1.0),
+        "found_inf": model.found_inf,
+        "scaler": lambda: scaler.unscale_(optimizer),
+    }[asks]
+    with Join([model, optimizer]):
+        scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+        with pytest.raises(RuntimeError, match=r"under Join(.|\n)*FD042"):
+            ask()
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_joining_without_the_optimizer_is_refused(rank: int) -> None:
     model = fastddp.DistributedDataParallel(nn.Linear(3, 3))

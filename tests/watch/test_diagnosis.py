@@ -145,6 +145,11 @@ def test_a_report_says_step_rank_parameter_bucket_process_and_time() -> None:
     assert datetime.fromisoformat(as_json["time"]).tzinfo is not None
 
 
+def test_each_rank_is_named_with_its_own_process() -> None:
+    report = diagnose([*WAIT, *(elsewhere(rank, "forward", life="gone", host=f"node{rank}") for rank in (2, 3))], 4)
+    assert "each of ranks 2, 3 has ended (processes 102 on node2, 103 on node3)" in report.message
+
+
 UNANSWERED = [record(rank, host="left", unanswered=["10.0.0.2", "10.0.0.3"], still=5.0 + rank) for rank in range(2)]
 OWN_LOADER = "train.py:9 main: evaluate(model, dataloader)"
 LOADER = "torch/utils/data/dataloader.py:1 __next__: data = self._next_data()"

@@ -123,7 +123,7 @@ def in_python(state, bucket):
 def main():
     dist.init_process_group("gloo")
     goes_on, exchange, rank = "goes on" in sys.argv, sys.argv[-1], dist.get_rank()
-    watch = fastddp.Watch(stall="report" if goes_on else "raise", patience=1.5)
+    watch = fastddp.Watch(stall="report" if goes_on else "raise", patience=1.5, idle_patience=1.5)
     layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     options = {"bucket_cap_mb": 0, "find_unused_parameters": exchange == "unused"}
     model = fastddp.DistributedDataParallel(layers, watch=watch, **options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -93,6 +95,64 @@ def test_an_interrupted_model_is_of_no_use_and_says_why(rank: int) -> None:
             model(None)
 
 
+@pytest.mark.parametrize("place", ["between two steps", pytest.param("in forward", marks=pytest.mark.tier("slow"))])
+@on_ranks(2)
+def test_raise_does_not_end_the_step_of_a_rank_in_its_own_code(rank: int, place: str) -> None:
+    """In forward, as when a compiled module is called first."""
+    store = dist.distributed_c10d._get_default_store()
+    layer = nn.Linear(2, 2)
+    model = fastddp.DistributedDataParallel(layer, watch=fastddp.Watch("raise", patience=0.5))
+
+    def own_code(at: str) -> None:
+        if model.reducer.windows() == 4 and rank == 1 and at == place:
+            assert until(lambda: store.check(["fastddp/stall/1/report/4"]))
+            time.sleep(0.8)
+
+    layer.register_forward_hook(lambda *_: own_code("in forward"))
+    for _ in range(5):
+        own_code("between two steps")
+        model(torch.ones(1, 2)).sum().backward()
+    assert store.check(["fastddp/stall/1/report/4"])
+
+
+@on_ranks(2)
+def test_raise_ends_a_step_where_a_rank_waits_in_another_collective(rank: int) -> None:
+    beside = dist.new_group()
+    model = fastddp.DistributedDataParallel(nn.Linear(2, 2), watch=fastddp.Watch("raise", patience=0.5))
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?s)step 5 stands still.*a collective of all ranks.*FD016\]$"):
+            model(torch.ones(1, 2)).sum().backward()
+    dist.all_reduce(torch.ones(1), group=beside)
+
+
+@pytest.mark.parametrize("is_stopped", [True, pytest.param(False, marks=pytest.mark.tier("slow"))])
+@on_ranks(2)
+def test_a_rank_in_its_own_code_that_is_stopped_there_or_stays_too_long_ends_the_others(
+    rank: int, is_stopped: bool
+) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    watch = fastddp.Watch("raise", patience=0.5, idle_patience=None if is_stopped else 2.0)
+    model = fastddp.DistributedDataParallel(nn.Linear(2, 2), watch=watch)
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+    if rank == 1:
+        assert until(lambda: store.check(["fastddp/stall/1/report/4"]))
+        store.set("pid", str(os.getpid()))
+        if is_stopped:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        assert until(lambda: store.check(["raised"]))
+        return
+    why = "is stopped" if is_stopped else "is past its backward"
+    with stderr_of_the_process() as said:
+        with pytest.raises(RuntimeError, match=rf"(?s)step 5 stands still.*{why}.*FD016"):
+            model(torch.ones(1, 2)).sum().backward()
+        store.set("raised", "")
+        os.kill(int(store.get("pid")), signal.SIGCONT)
+        assert said().count("stands still") == 1  # before; then the error says it
+
+
 @pytest.mark.tier("nightly")
 @on_ranks(2)
 def test_a_rank_that_was_slow_and_then_stands_still_is_reported_again(rank: int) -> None:
@@ -127,7 +187,7 @@ def test_a_rank_that_was_slow_and_then_stands_still_is_reported_again(rank: int)
 
 
 @pytest.mark.parametrize(
-    "options", [{"stall": "shout"}, {"stall": 3}, {"patience": 0}, {"patience": "long"}, {"patience": True}]
+    "options", [{"stall": "shout"}, {"stall": 3}, {"patience": 0}, {"patience": "long"}, {"idle_patience": True}]
 )
 def test_bad_options_are_refused(options: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=rf"Watch\({next(iter(options))}=...\) is "):
@@ -267,7 +327,7 @@ def test_who_keeps_a_device_waiting_is_named_in_a_report_or_an_error(rank: int, 
     """Rank 0's host is past its step, and rank 1 does not come before rank 0 has said so."""
     store = dist.distributed_c10d._get_default_store()
     reports: list[fastddp.StallReport] = []
-    model = on_device(order, watch=fastddp.Watch(stall="raise" if raises else reports.append, patience=0.5))
+    model = on_device(order, watch=fastddp.Watch("raise" if raises else reports.append, 0.5, idle_patience=0.5))
     for _ in range(4):
         step(model)
     fake_cuda.synchronize()

@@ -55,8 +55,10 @@ def in_words(rank: LiveRank) -> str:
             return _in_tick(rank)
         case "finish":
             return f"waits for {_bucket_of(rank)}"
-        case "closing":
-            return "waits for the end of the step"
+        case "closing" | "agree":
+            return (
+                "waits for the end of the step" if rank.doing == "closing" else "waits for all ranks, beside backward"
+            )
         case "after_backward":
             return _after_backward(rank)
         case "optimizer":

@@ -1,0 +1,58 @@
+"""Collectives that ranks wait for outside of a window. All of fastddp's go through here, and end alike.
+
+A rank waits for them as in a window: ``fastddp ps`` and reports say so, what ends a window's waits ends these, and an
+error says which rank has ended, and how.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from fastddp._C import wait_outside
+from fastddp.errors import see
+
+models: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What is in force in each model that is watched."""
+explanations: list[Callable[[dist.ProcessGroup], str]] = []
+"""Each says which rank of a group has ended, in words, or nothing. The first that does is believed."""
+
+
+def together(collective: Callable[..., dist.Work], *args: Any, group: dist.ProcessGroup, **options: Any) -> None:
+    """Run one of torch's collectives. Raises RuntimeError as it does, with the rank that has ended."""
+    with telling_who_has_ended(group):
+        work = collective(*args, group=group, async_op=True, **options)
+    finish(work, group)
+
+
+def finish(work: dist.Work, group: dist.ProcessGroup) -> None:
+    """Wait for a collective that was started before."""
+    of_group = min((now for now in models if now.process_group is group), key=_number, default=None)
+    with telling_who_has_ended(group):
+        if not isinstance(work, dist.Work):  # of a process group written in Python
+            work.wait()
+            return
+        wait_outside(work, [now.reducer.interruption for now in models], of_group and of_group.reducer.progress)
+
+
+@contextmanager
+def telling_who_has_ended(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let errors of torch in here say which rank has ended, if any."""
+    try:
+        yield
+    except RuntimeError as error:
+        if see("FD015") in str(error) or any(now.reducer.interruption.is_interrupted for now in models):
+            raise  # it says why
+        if why := next(filter(None, (explain(group) for explain in explanations)), ""):
+            for now in models:
+                now.reducer.progress.fails_for_others()
+            error.args = (f"{error}\n{why}" + see("FD015"),)
+        raise
+
+
+def _number(now: Any) -> str:
+    return now.number.name
