@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -240,3 +242,25 @@ def test_a_window_is_made_of_what_is_in_the_pool_and_a_later_one_in_the_same_poo
         done.backend.register_mem_pool.side_effect = RuntimeError("NCCL 2.26 has no windows")
         with pytest.raises(RuntimeError, match=r"512 bytes on cpu: NCCL 2.26 has no windows.*Leave wire_memory"):
             wire_memory._in_a_window(group, done.backend, 512, device)
+
+
+WITHOUT_A_DEFAULT = """
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import fastddp
+
+make = dist.distributed_c10d._new_process_group_helper
+group, _ = make(1, 0, [], "gloo", dist.HashStore(), group_name="mine", timeout=timedelta(seconds=60))
+dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0}
+model = fastddp.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+for _ in range(2):
+    model(torch.ones(1, 2)).sum().backward()
+print(model.module.bias.grad.tolist())
+"""
+
+
+@pytest.mark.tier("slow")
+def test_a_group_in_a_process_without_a_default_one_is_enough() -> None:
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_A_DEFAULT], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "[2.0, 2.0]\n"), ended.stderr
