@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pydoc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +72,7 @@ def _elements(span: Span, state: State, key: str) -> Tensor | None:
 
 
 def _of_all_ranks(own: Any, shards: Shards) -> list[Any]:
-    """What each rank has. It travels as torch saves it, since an optimizer's state may have objects."""
+    """What each rank has. It travels as torch saves it, and may have objects of the classes that it has here."""
     saved = io.BytesIO()
     torch.save(own, saved)
     device = shards.buckets[0].flat.device if shards.buckets else torch.device("cpu")
@@ -83,7 +84,9 @@ def _of_all_ranks(own: Any, shards: Shards) -> list[Any]:
     padded = torch.zeros_like(rows[0])
     padded[: len(content)] = content
     together(dist.all_gather, [*rows], padded, group=shards.group)
-    return [_loaded(row[:length]) for row, length in zip(rows, lengths.tolist(), strict=True)]
+    known = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(saved.getbuffer()))
+    with torch.serialization.safe_globals([pydoc.locate(name) for name in known]):  # type: ignore[list-item]
+        return [_loaded(row[:length]) for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 
 def _loaded(content: Tensor) -> Any:
@@ -94,7 +97,7 @@ def _loaded(content: Tensor) -> Any:
     def here(storage: Any, place: str) -> Any:
         return storage if place == "cpu" else torch.UntypedStorage(len(storage), device=content.device).copy_(storage)
 
-    return torch.load(io.BytesIO(buffer), weights_only=False, map_location=here)
+    return torch.load(io.BytesIO(buffer), weights_only=True, map_location=here)
 
 
 def _described(span: Span, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
