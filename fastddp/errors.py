@@ -334,10 +334,10 @@ ERRORS = {
     ),
     "FD048": Explanation(
         "A step with gradients of one rank",
-        "An optimizer steps parameters whose gradients stayed on this rank: the loss did not go through the wrapper, or "
-        "no backward outside of no_sync() came before the step. Each rank steps with another gradient.",
-        "Run the forward and the backward of a step's last microbatch through the wrapper and outside of no_sync(). For "
-        "local SGD, put no_sync() around the step as well. Watch(local_steps=...) says what happens.",
+        "An optimizer steps parameters whose gradients stayed on this rank: the loss did not go through the wrapper, "
+        "or no backward outside of no_sync() came before the step. Each rank steps with another gradient.",
+        "Run the forward and the backward of a step's last microbatch through the wrapper and outside of no_sync(). "
+        "For local SGD, put no_sync() around the step as well. Watch(local_steps=...) says what happens.",
     ),
     "FD049": Explanation(
         "A layer writes gradients where they are not averaged",

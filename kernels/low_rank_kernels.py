@@ -54,9 +54,9 @@ of the squares of the elements that it wrote, and how many of them were not fini
 No address is assumed to be aligned. If the addresses of gradient, memory and Q and the bytes of a row are multiples of
 16, elements move 16 bytes at a time (8 in project for two-byte dtypes and R = 32, whose sums would not fit registers).
 
-A warp has whole rows of a tile. So sums along rows (compress) are kept apart in each lane until the loop ends. A program of
-project is one warp, which keeps all sums along its columns: warps that added up theirs at the end would meet in shared
-memory, four columns a thread, all in one bank (on an H200 that took three quarters of the kernel's time).
+A warp has whole rows of a tile. So sums along rows (compress) are kept apart in each lane until the loop ends. A
+program of project is one warp, which keeps all sums along its columns. If several warps added up theirs, they would
+meet in shared memory, four columns a thread, all in one bank.
 """
 
 # Triton adds tuples when it compiles.

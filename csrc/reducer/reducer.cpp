@@ -77,6 +77,7 @@ void Reducer::check_between_windows(const char* what) const {
 void Reducer::set_plan(const Plan& plan) {
   const std::lock_guard lock(mutex_);
   check_between_windows("buckets can be replaced");
+  look_for_skipped_step();
   observer_.buckets_change();
   const auto is_never_used = [&](size_t parameter) { return window_.knows_first() && !window_.ever_used(parameter); };
   const auto movable = buckets_.replace(plan, is_never_used);
@@ -220,7 +221,7 @@ void Reducer::before_gradient(size_t parameter, bool is_defined) {
     const std::lock_guard lock(mutex_);
     shared_sums_.zero(buckets_, parameter, by_layer);
   }
-  if (is_unstepped_ && looked_in_ != Backwards::number()) {  // most calls do without the lock
+  if (is_unstepped_ && looked_in_.exchange(Backwards::number()) != Backwards::number()) {  // mostly without the lock
     const std::lock_guard lock(mutex_);
     look_for_skipped_step();
   }
@@ -395,11 +396,11 @@ void Reducer::discard_step(at::Tensor only_if) {
   ticks_.exchange().undo(only_if);
 }
 
-// Before a backward's first gradient. Gradients that are still there are added to, and the same question comes again.
+// Before a backward's first gradient, and before buckets lose their marks. Gradients that are still there are added to, and the
+// same question comes again.
 void Reducer::look_for_skipped_step() {
-  if (!is_unstepped_ || looked_in_.exchange(Backwards::number()) == Backwards::number()) return;
   const bool is_between = !window_.is(WindowState::reducing) && !window_.is(WindowState::partial);
-  if (!steps_are_seen_ || !is_between || is_capturing(buckets_.device())) return;
+  if (!is_unstepped_ || !steps_are_seen_ || !is_between || is_capturing(buckets_.device())) return;
   const c10::AutoGradMode no_grad(false);
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
     if (buckets_.still_holds(parameter)) return;

@@ -42,8 +42,8 @@ class Watch:
     loader, compilation) before "raise" raises. None: until the process group's own time-out."""
 
     local_steps: OnLocalSteps = "warn"
-    """What to do when an optimizer steps with gradients that no backward has averaged, outside of ``no_sync()``: "warn",
-    once; "raise" a RuntimeError; None: nothing."""
+    """What to do when an optimizer steps, outside of ``no_sync()``, with gradients that no backward has averaged:
+    "warn", once; "raise" a RuntimeError; None: nothing."""
 
     def __post_init__(self) -> None:
         _check_choice("stall", self.stall, "fastddp.StallReport")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+
 from torch.optim import Optimizer
 
 from fastddp.errors import see
@@ -64,7 +65,8 @@ class LocalSteps:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         message = (
             f"fastddp: {optimizer} is about to step with a gradient that is rank {self._now.process_group.rank()}'s "
-            f"alone, of parameter {names[0]}{more}: no backward has averaged it, so replicas drift apart. {self._why()} "
+            f"alone, of parameter {names[0]}{more}: no backward has averaged it, so replicas drift apart. "
+            f"{self._why()} "
             "If that is on purpose, as in local SGD, put no_sync() around the step, too, or pass "
             "Watch(local_steps=None)." + see("FD048")
         )

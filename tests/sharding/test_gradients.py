@@ -218,9 +218,7 @@ BEHIND_OUR_BACK = {"each in place": each_in_place, "other zeros": other_zeros}
 @pytest.mark.parametrize("of", [*ZEROING, *BEHIND_OUR_BACK])
 @pytest.mark.parametrize("again", [False, True], ids=["", "another local backward"])
 @on_ranks(2)
-def test_averages_are_zeroed_with_the_local_gradient_that_was_added_to_them(
-    rank: int, of: str, again: bool
-) -> None:
+def test_averages_are_zeroed_with_the_local_gradient_that_was_added_to_them(rank: int, of: str, again: bool) -> None:
     zero = (ZEROING | BEHIND_OUR_BACK)[of]
     found = []
     for sharded in (False, True):

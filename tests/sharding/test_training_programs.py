@@ -7,9 +7,6 @@ import pytest
 from ranks import RankPool
 from training_execution import differences
 
-KNOWN = True
-"""Whether programs do what is known to go wrong."""
-
 
 @pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit
 @pytest.mark.parametrize(
@@ -24,4 +21,4 @@ KNOWN = True
 def test_ranks_train_as_one_process_does(ranks: RankPool, world_size: int, seeds: range) -> None:
     for begin in range(seeds.start, seeds.stop, 50):
         some = range(begin, min(begin + 50, seeds.stop))
-        assert ranks.run(differences, world_size, some, known=KNOWN, time_limit=300) == [[]] * world_size
+        assert ranks.run(differences, world_size, some, time_limit=300) == [[]] * world_size

@@ -259,15 +259,14 @@ class Execution:
         return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
 
 
-def difference(program: TrainingProgram, rank: int, *, known: bool = False) -> str:
+def difference(program: TrainingProgram, rank: int) -> str:
     """How the program went otherwise than it should; empty: all is well.
 
     Args:
         program: the program.
         rank: this one.
-        known: with what is known to be wrong.
     """
-    oracle, execution = Oracle(program, dist.get_world_size(), known=known), Execution(program, rank)
+    oracle, execution = Oracle(program, dist.get_world_size()), Execution(program, rank)
     errors = at_step = execution.errors()
     for number, drawn in enumerate(program.ops):
         if (op := oracle.legal(drawn)) is None:
@@ -315,7 +314,7 @@ def _follow(
         return at_step, at_step, _compare("error", now, at_step, 0.0)
     if isinstance(op, Zero) and was_pending:  # the step is not taken, which the next forward may find out
         return at_step, at_step, ""
-    return now, at_step, ""
+    return now if oracle.windows > windows else then, at_step, ""
 
 
 @torch.no_grad()
@@ -335,7 +334,7 @@ def _unequal_ranks(parameters: list[Tensor]) -> str:
     return "" if torch.equal(own, first) else "ranks have other parameters"
 
 
-def differences(rank: int, seeds: range, *, known: bool = False) -> list[str]:
+def differences(rank: int, seeds: range) -> list[str]:
     """Of the programs of these seeds, by seed."""
     torch.set_num_threads(1)
     found = []
@@ -343,7 +342,7 @@ def differences(rank: int, seeds: range, *, known: bool = False) -> list[str]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                text = difference(draw_program(seed, dist.get_world_size()), rank, known=known)
+                text = difference(draw_program(seed, dist.get_world_size()), rank)
         except Exception as error:
             error.add_note(f"with seed {seed}")
             raise

@@ -124,8 +124,8 @@ def curvature(program: TrainingProgram) -> float:
 class Oracle:
     """The model on all ranks, and what the program may do now."""
 
-    def __init__(self, program: TrainingProgram, ranks: int, *, known: bool) -> None:
-        self.program, self.ranks, self._known = program, range(ranks), known
+    def __init__(self, program: TrainingProgram, ranks: int) -> None:
+        self.program, self.ranks = program, range(ranks)
         self.parameters = [nn.Parameter(values) for values in first_values(program)]
         self.all = frozenset(range(len(self.parameters)))
         self.gradients: list[list[Tensor | None]] = [
@@ -135,8 +135,6 @@ class Oracle:
         """By rank: what the open window has brought."""
         self.local: set[int] = set()
         """Whose gradients a sharded optimizer has no part of."""
-        self._added: set[int] = set()  # local gradients were added to averages
-        self._came_locally = False  # in the open window
         self.optimizer: Optimizer | None = None
         self._saved: Any = None
         self.armed = False
@@ -156,14 +154,11 @@ class Oracle:
                 return self._legal_backward(op)
             case Halves():
                 is_open = any(self.received) and not self._are_zero()
-                is_refused = self._came_locally and not self._known
-                return None if self.armed or is_open or is_refused or self.program.usage == "static_graph" else op
+                return None if self.armed or is_open or self.program.usage == "static_graph" else op
             case Zero():
-                by_hand = op.how in ("module, in place", "zero_", "zeros")
-                is_taken_back = self._added and self.program.sharded and by_hand and not self._known
                 # Before an optimizer has stepped, nothing says that one has not.
-                is_undone = self._remembers and self.is_pending and not (self._known and self.steps)
-                return None if is_taken_back or is_undone else op
+                is_unseen = self._remembers and self.is_pending and not self.steps
+                return None if is_unseen else op
             case Step():
                 return op if self._may_step() else None
             case Fail():
@@ -236,7 +231,7 @@ class Oracle:
             case Fail():
                 self.forwards += 1 + op.repairs
                 self._zero("model")
-                self.armed = self.is_pending = self._came_locally = False
+                self.armed = self.is_pending = False
                 self._is_void = not op.repairs
             case Zero():
                 self._zero(op.how)
@@ -282,13 +277,10 @@ class Oracle:
 
     def _backward(self, op: Backward) -> None:
         closes = op.sync or self.armed
-        held = {index for own in self.gradients for index in self.all if own[index] is not None}
         self._bring(op.skip, op.forwards + op.local_forwards)
         if closes:
             return self._close()
         brought = {index for skipped in op.skip for index in self.all - skipped}
-        self._came_locally = True
-        self._added |= (brought & held) - self.local
         self.local |= brought
         return None
 
@@ -320,10 +312,9 @@ class Oracle:
                 for gradients in self.gradients:
                     gradients[index] = average
                 self.local.discard(index)
-                self._added.discard(index)
         for received in self.received:
             received.clear()
-        self.armed, self.is_fresh, self.is_pending, self._came_locally = False, True, True, False
+        self.armed, self.is_fresh, self.is_pending = False, True, True
         self.windows += 1
 
     def _zero(self, how: str) -> None:
@@ -334,11 +325,10 @@ class Oracle:
                 own[index] = None if to_none or not has_one else torch.zeros_like(parameter.detach())
         if to_none or (self._are_apart and how != "zero_"):
             self.local.clear()
-            for received in self.received:
-                received.clear()
+        for received in self.received:
+            received.clear()
         if how == "zeros" and not self._are_apart:
             self.local |= self.all
-        self._added.clear()
 
     def _clip(self, norm: float) -> None:
         found = [gradient for gradient in self.gradients[0] if gradient is not None]

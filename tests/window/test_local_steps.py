@@ -222,7 +222,8 @@ def a_scaler_that_skips(model: DistributedDataParallel, optimizer: Optimizer, x:
 
 def steps_that_a_hook_keeps_local(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
     if "local" not in vars(model):
-        state = PostLocalSGDState(None, torch.distributed.group.WORLD, start_localSGD_iter=1, post_local_gradient_allreduce=False)
+        everyone = torch.distributed.group.WORLD
+        state = PostLocalSGDState(None, everyone, start_localSGD_iter=1, post_local_gradient_allreduce=False)
         model.register_comm_hook(state, post_localSGD_hook)
         model.local = True
     model(x).sum().backward()
