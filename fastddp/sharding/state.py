@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import pydoc
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +85,7 @@ def _of_all_ranks(own: Any, shards: Shards) -> list[Any]:
     padded[: len(content)] = content
     together(dist.all_gather, [*rows], padded, group=shards.group)
     known = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(saved.getbuffer()))
-    with torch.serialization.safe_globals([pydoc.locate(name) for name in known]):  # type: ignore[list-item]
+    with torch.serialization.safe_globals([pkgutil.resolve_name(name) for name in known]):
         return [_loaded(row[:length]) for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 
