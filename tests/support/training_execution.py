@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -334,7 +335,7 @@ def _unequal_ranks(parameters: list[Tensor]) -> str:
     return "" if torch.equal(own, first) else "ranks have other parameters"
 
 
-def differences(rank: int, seeds: range) -> list[str]:
+def differences(rank: int, seeds: Sequence[int]) -> list[str]:
     """Of the programs of these seeds, by seed."""
     torch.set_num_threads(1)
     found = []
