@@ -42,11 +42,20 @@ _ALL_STEPS: set[_Steps] = set()  # of all models
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for steps in tuple(_ALL_STEPS):
         steps.begin(optimizer)
+        if not _has_closure(args, kwargs):
+            steps.check_local(optimizer)
 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for steps in tuple(_ALL_STEPS):
+        if _has_closure(args, kwargs):
+            steps.check_local(optimizer)
         steps.end(optimizer)
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the step runs the last forward and backward itself, as Lightning's do."""
+    return any(callable(arg) for arg in (*args, *kwargs.values()))
 
 
 register_optimizer_step_pre_hook(_begin)
@@ -102,15 +111,18 @@ class _Steps:
         if (now := self._trained_by(optimizer)) is not None:
             if (check := self._check()) is not None:
                 check()
-            if (local_steps := self._local_steps()) is not None:
-                others = (steps._now() for steps in tuple(_ALL_STEPS) if steps is not self)
-                local_steps.check(optimizer, (other for other in others if other is not None))
             if now.main_gradients.dtype is not None and now.setting.sharding is None:
                 check_optimizer(optimizer, now.parameters)
             # GradScaler sets it on an optimizer that decides itself whether to skip.
             if isinstance(found_inf := getattr(optimizer, "found_inf", None), Tensor):
                 now.reducer.discard_step(only_if=found_inf)
             now.reducer.note_optimizer(begins=True)
+
+    def check_local(self, optimizer: Optimizer) -> None:
+        local_steps = self._local_steps()
+        if local_steps is not None and self._trained_by(optimizer) is not None:
+            others = (steps._now() for steps in tuple(_ALL_STEPS) if steps is not self)
+            local_steps.check(optimizer, (other for other in others if other is not None))
 
     def end(self, optimizer: Optimizer) -> None:
         if (now := self._trained_by(optimizer)) is not None:

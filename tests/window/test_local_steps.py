@@ -236,7 +236,21 @@ def the_next_forward_before_the_step(model: DistributedDataParallel, optimizer: 
     optimizer.step()
 
 
+def accumulation_that_ends_in_a_closure(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    """As Lightning does it."""
+
+    def closure() -> float:
+        loss = model(x).sum()
+        loss.backward()
+        return loss.item()
+
+    with model.no_sync():
+        model(x).sum().backward()
+    optimizer.step(closure)
+
+
 RIGHT = [
+    accumulation_that_ends_in_a_closure,
     accumulation,
     accumulation_by_the_flag,
     accumulation_whose_end_comes_in_the_next_epoch,
