@@ -61,9 +61,6 @@ Refill: element e of vector i is hashed from seed and number by 64-bit arithmeti
 import triton
 import triton.language as tl
 
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""Triton's options for all these kernels."""
-
 TILE = 4096
 """Products in flight: a tile of the sums has lines(R) rows of R x R products."""
 

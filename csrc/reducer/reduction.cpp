@@ -27,7 +27,6 @@ Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, T
       others_(reducer, buckets.parameters()),
       written_(buckets.parameters().size()) {}
 
-// The tensor is held weakly, so that no other one gets its address.
 void Reduction::remember_gradients() {
   remembered_.clear();
   if (window_.expects_all()) return;
