@@ -56,7 +56,7 @@ No address is assumed to be aligned. If the addresses of gradient, memory and Q 
 
 A warp has whole rows of a tile. So sums along rows (compress) are kept apart in each lane until the loop ends. A
 program of project is one warp, which keeps all sums along its columns. If several warps added up theirs, they would
-meet in shared memory, four columns a thread, all in one bank.
+meet in shared memory, four columns a thread, mostly in one bank.
 """
 
 # Triton adds tuples when it compiles.
