@@ -221,8 +221,7 @@ class DistributedDataParallel(Additions):
         self.bucket_bytes_cap_list = list(config.bucket_caps) if bucket_cap_mb_list is not None else []
         self.bucket_bytes_cap_default = bucket_cap_mb is None and bucket_cap_mb_list is None and buckets is None
         self._set_devices(device_ids, output_device)
-        with presence.telling_who_may_be_absent():
-            self._number = self._synchronise_replicas()
+        self._number = self._synchronise_replicas()
         self.mixed_precision = mixed_precision
         self._low_precision = (
             None if mixed_precision is None else LowPrecision(mixed_precision, module, self.parameters_to_ignore)

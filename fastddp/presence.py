@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from fastddp._build_info import version
-from fastddp.errors import see
 from fastddp.in_force import InForce
 from fastddp.watch.options import Watch
 
@@ -57,21 +56,14 @@ def telling_if_absent() -> Iterator[None]:
     _tell_if_absent()
 
 
-@contextmanager
-def telling_who_may_be_absent() -> Iterator[None]:
-    """If ranks fail to understand each other in here, say who may run without fastddp."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_launched and "[FD" not in str(error):
-            error.args = (f"{error}\n{_WITHOUT_LAUNCHER}" + see("FD021"),)
-        raise
-
-
-_WITHOUT_LAUNCHER = (
-    "torchrun has not started this rank, and ranks that a script starts itself, as Lightning does, may be without "
-    "fastddp. Start it with torchrun -m fastddp, or call fastddp.patch() in the script."
-)
+def where_absent_ranks_may_be() -> str:
+    """What to say of ranks that do not come to a wrapper."""
+    if is_launched:
+        return "Look at what it printed last."
+    return (
+        "torchrun has not started this rank, and ranks that a script starts itself, as Lightning does, may be without "
+        "fastddp. Start it with torchrun -m fastddp, or call fastddp.patch() in the script."
+    )
 
 
 def _tell_if_absent() -> None:

@@ -14,6 +14,7 @@ import weakref
 import torch.distributed as dist
 
 from fastddp.listing import listed
+from fastddp.presence import where_absent_ranks_may_be
 from fastddp.together import explanations
 from fastddp.watch.python_calls import state_of
 
@@ -54,7 +55,7 @@ def who_has_ended(group: dist.ProcessGroup) -> str:
     except Exception:
         return "fastddp: the job's store does not answer. The process that serves it has ended: mostly rank 0."
     if absent and not ended:
-        ended = [f"rank {listed(absent)} had not come to its first wrapper. Look at what it printed last."]
+        ended = [f"rank {listed(absent)} had not come to its first wrapper. {where_absent_ranks_may_be()}"]
     return "\n  ".join(["fastddp: ranks wait for one that does not come:", *ended]) if ended else ""
 
 

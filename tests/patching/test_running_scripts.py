@@ -149,7 +149,7 @@ def test_ranks_that_a_script_starts_as_new_processes_may_be_without_fastddp(tmp_
     command = [sys.executable, "-m", "fastddp", "train.py", port]
     ended = subprocess.run(command, cwd=tmp_path, env=without_launcher, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
-    assert "Start it with torchrun -m fastddp, or call fastddp.patch() in the script. [FD021" in ended.stderr
+    assert "Start it with torchrun -m fastddp, or call fastddp.patch() in the script. [FD015" in ended.stderr
 
 
 @pytest.mark.tier("nightly")
