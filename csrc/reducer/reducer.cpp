@@ -3,7 +3,6 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <bit>
 #include <optional>
 #include <utility>
 
@@ -252,7 +251,7 @@ void Reducer::begin_with_gradient() {
 
 void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {
   // To ask for each gradient takes Python too long where no layer is expected to answer.
-  const bool asks = buckets_.form().in_main_grad || !incoming.defined() || std::has_single_bit(window_.ended() + 1);
+  const bool asks = buckets_.form().in_main_grad || !incoming.defined() || asks_each_layer_;
   const bool by_layer = asks && ask_layer_(parameter);
   const std::lock_guard lock(mutex_);
   const Interruption::Scope interruptible(*interruption_, buckets_.device());
@@ -355,6 +354,7 @@ void Reducer::finish_window() {
   apply(WindowEvent::finish);
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) buckets_.mark(parameter);
   is_unstepped_ = !stepped_in_window_;
+  asks_each_layer_ = false;
   if (exchange.group() != nullptr) {
     shared_sums_.note(weighting_, exchange.group()->getRank(), window_, buckets_.parameters().size());
   }
