@@ -1,4 +1,5 @@
 // What others see of a rank's progress.
+#include <ATen/record_function.h>
 #include <dlfcn.h>
 #include <pthread.h>
 #include <pybind11/stl.h>
@@ -128,6 +129,16 @@ void bind_watch(py::module_& m) {
         Interruption::wait_outside(*work, all);
       },
       py::arg("work"), py::arg("interruptions"), py::arg("progress"), no_gil);
+
+  // A profiler frees its events when it stops. When a collective of gloo's ends later than that, torch writes into its event all
+  // the same. So a collective that nobody waits for has none.
+  m.def(
+      "unrecorded",
+      [](const py::function& start) {
+        const at::RecordFunctionGuard is_off(/*is_enabled=*/false);
+        return start();
+      },
+      py::arg("start"));
 
   py::class_<Links>(m, "Links", "csrc/watch/links.h.")
       .def(py::init<>())

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastddp._C import unrecorded
 from fastddp.together import finish
 
 
@@ -20,7 +21,7 @@ class Gathering:
     def __init__(self, row: Tensor, group: dist.ProcessGroup) -> None:
         self._rows = self._on_host = torch.empty(group.size(), len(row), dtype=row.dtype, device=row.device)
         self._group = group
-        self._work = dist.all_gather(list(self._rows), row, group=group, async_op=True)
+        self._work = unrecorded(lambda: dist.all_gather(list(self._rows), row, group=group, async_op=True))
         self._event: torch.Event | None = None
 
     def is_done(self) -> bool:

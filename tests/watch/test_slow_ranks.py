@@ -19,6 +19,7 @@ import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import PostLocalSGDState
 from fastddp.rank_times import PHASES, Delay
+from fastddp.watch.gathering import Gathering
 from logs import lines_of_the_logger
 from models import RaisesInBackward
 from on_ranks import on_ranks
@@ -274,3 +275,16 @@ def test_ranks_are_compared_where_they_have_times(rank: int, what: str, every: i
         except (RuntimeError, ArithmeticError):
             assert step == 4
     assert [math.isnan(one.late) for one in model.step_report().ranks] == [False] * 3
+
+
+@on_ranks(2)
+def test_a_collective_that_nobody_waits_for_is_no_event_of_a_profiler(rank: int) -> None:
+    """A profiler that stops frees its events, and gloo writes into that of a collective when it ends."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        gathering = Gathering(torch.tensor([float(rank)]), dist.group.WORLD)
+        dist.all_reduce(torch.zeros(1))
+    assert gathering.has_arrived(None)
+    assert gathering.rows().tolist() == [[0.0], [1.0]]
+    names = {event.name for event in recorded.events()}
+    assert "gloo:all_reduce" in names
+    assert "gloo:all_gather" not in names
