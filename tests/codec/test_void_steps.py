@@ -222,6 +222,21 @@ def test_gradients_that_are_zeroed_without_a_step_leave_no_trace(ranks: RankPool
     ranks.run(traces_of_gradients_thrown_away, 2, hook, way)
 
 
+@pytest.mark.parametrize("hook", HOOKS[:2])
+@on_ranks(2)
+def test_gradients_that_are_changed_without_a_step_are_still_there(rank: int, hook: str) -> None:
+    """So what was left out of them will be made up for."""
+    changed, left_alone = Training(rank, hook), Training(rank, hook)
+    gradient = torch.full((12, 9), 0.37).cumsum(0)
+    for training in (changed, left_alone):
+        training.backward(gradient)
+        training.zeroes = False
+    for parameter in changed.model.parameters():
+        parameter.grad.mul_(1.0)
+    assert all(map(torch.equal, changed.next_gradients(), left_alone.next_gradients()))
+    assert all(map(torch.equal, changed.remembered(), left_alone.remembered()))
+
+
 @pytest.mark.parametrize("hook", HOOKS)
 @on_ranks(2)
 def test_nor_does_a_backward_that_raises_before_the_model_is_dropped(rank: int, hook: str) -> None:

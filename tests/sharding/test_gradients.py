@@ -237,6 +237,22 @@ def test_averages_are_zeroed_with_the_local_gradient_that_was_added_to_them(rank
     assert_same(found[1], found[0])
 
 
+@on_ranks(2)
+def test_averages_stay_where_the_local_gradient_that_was_added_to_them_is_written_to_but_not_zeroed(rank: int) -> None:
+    found = []
+    for sharded in (False, True):
+        training = Training(rank, sharded)
+        training.backward()
+        with training.model.no_sync():
+            training.backward()
+        for parameter in training.model.parameters():
+            parameter.grad.mul_(1.0)
+        training.backward()
+        training.optimizer.step()
+        found.append(training.parameters())
+    assert_same(found[1], found[0])
+
+
 # -------------------------------------------------------------------------------------------------------- the norm
 
 NONE, FP16, BF16, INT8 = None, *(getattr(comm_hooks, f"{name}_compress_hook") for name in ("fp16", "bf16", "int8"))
