@@ -224,6 +224,20 @@ def test_gradients_that_are_zeroed_without_a_step_leave_no_trace(ranks: RankPool
 
 @pytest.mark.parametrize("hook", HOOKS[:2])
 @on_ranks(2)
+def test_nor_do_they_where_the_next_step_begins_with_a_local_backward(rank: int, hook: str) -> None:
+    without, trained = Training(rank, hook), Training(rank, hook)
+    throws_gradients_away(trained, "zero_")
+    for training in (without, trained):
+        training.zeroes = training is without
+        with training.model.no_sync():
+            training.backward(torch.ones(12, 9))
+        training.zeroes = False
+    assert all(map(torch.equal, trained.next_gradients(), without.next_gradients()))
+    assert all(map(torch.equal, trained.remembered(), without.remembered()))
+
+
+@pytest.mark.parametrize("hook", HOOKS[:2])
+@on_ranks(2)
 def test_gradients_that_are_changed_without_a_step_are_still_there(rank: int, hook: str) -> None:
     """So what was left out of them will be made up for."""
     changed, left_alone = Training(rank, hook), Training(rank, hook)
