@@ -97,7 +97,7 @@ def _measure_together(
     reference = next(step for mode, step in zip(contestants, steps, strict=True) if mode.name == REFERENCE)
     expected = Expected.of(reference, batch(0))
     verdicts = [
-        expected.verdict_of(mode.hook.check, step, batch(0)) if mode.hook else expected.verdict(step, batch(0))
+        expected.verdict(step, batch(0), mode.hook.check if mode.hook else None)
         for mode, step in zip(contestants, steps, strict=True)
     ]
     time_steps(steps, range(-1, 0), batch, run.device)  # back to the algorithms that are not deterministic
