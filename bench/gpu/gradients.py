@@ -16,8 +16,8 @@ from bench.cases import Batch
 from bench.gpu.contestants import GpuStep
 
 # Operators for which torch has no deterministic version on a GPU may make two runs of one step differ. What differs by
-# no more than a few times that is taken for the same. In 16 bits they mostly agree, and now and then a number is rounded to
-# its neighbour: a few runs would not show that.
+# no more than a few times that is taken for the same. In 16 bits runs mostly agree, and now and then a number is
+# rounded to its neighbour: a few runs would not show that.
 _SPREADS = 4.0
 _RUNS = 16
 

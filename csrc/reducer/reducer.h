@@ -230,7 +230,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Failure failure_;
   AskLayer ask_layer_ = [](size_t) { return false; };
   std::atomic<bool> asks_each_layer_{true};  // no window has ended yet
-  GradHooks hooks_;  // last: they call the members above
+  GradHooks hooks_;                          // last: they call the members above
 };
 
 }  // namespace fastddp

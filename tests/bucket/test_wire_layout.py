@@ -143,8 +143,8 @@ def live_bytes(
     live, most = 0, []
     for step in range(STEPS):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            # Torch's DDP does not wait until gloo has left a collective. Gloo then writes the time into the collective's event,
-            # even if the profiler has freed it.
+            # Torch's DDP does not wait until gloo has left a collective. Gloo then writes the time into its event, even
+            # if the profiler has freed that.
             torch._C._autograd._enable_record_function(False)
             if model is None:
                 # A thread of gloo's may free what a broadcast travelled in, and the profiler would not see that.
@@ -166,7 +166,7 @@ def live_bytes(
 
 
 def fewest_live_bytes(ranks: RankPool, *how: Any, **options: Any) -> tuple[list[int], int]:
-    """The fewest of some runs: the profiler does not see what a thread of gloo's frees, where that is the last to let go."""
+    """Of some runs: the profiler does not see what a thread of gloo's frees, if it lets go last."""
     runs = [run for _ in range(3) for run in ranks.run(live_bytes, 2, *how, **options)]
     return [min(of_step) for of_step in zip(*(most for most, _ in runs), strict=True)], min(live for _, live in runs)
 
