@@ -212,15 +212,23 @@ class WritesItself(torch.autograd.Function):
         return None, None if zero_out is None else torch.full_like(weight, 0.0 if zero_out else 7.0), None
 
 
+class Hidden:
+    """An output in which no tensor is found, so that a backward is seen by its first gradient."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
 class Waves(nn.Module):
     """The gradient of each parameter that is used is the input times its wave."""
 
-    def __init__(self, written: Sequence[int] = ()) -> None:
+    def __init__(self, written: Sequence[int] = (), hides: bool = False) -> None:
         super().__init__()
         self.own = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
         self.written = written  # by layers that write gradients themselves
+        self.hides = hides
 
-    def forward(self, x: Tensor, left_out: Sequence[int] = (), raises_at: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, left_out: Sequence[int] = (), raises_at: int | None = None) -> Tensor | Hidden:
         if raises_at == AFTER_THE_LAST:
             x = RaisesInBackward.apply(x.requires_grad_())
         total = x * 0
@@ -232,7 +240,8 @@ class Waves(nn.Module):
                 total = total + WritesItself.apply(x, used, wave(number).to(used))
             else:
                 total = total + x * (used * wave(number).to(used)).sum()
-        return RaisesInBackward.apply(total) if raises_at == len(SHAPES) else total
+        total = RaisesInBackward.apply(total) if raises_at == len(SHAPES) else total
+        return Hidden(total) if self.hides else total
 
 
 class Training:
@@ -245,6 +254,7 @@ class Training:
         state: Any = None,
         dtype: Any = None,
         written: Sequence[int] = (),
+        hides: bool = False,
         **options: Any,
     ) -> None:
         if exchange.device == fake_cuda.DEVICE:
@@ -257,7 +267,7 @@ class Training:
             options |= {"lazy_bucket_allocation": True}
         with nodes_of_two(rank):
             self.model = fastddp.DistributedDataParallel(
-                Waves(written).to(exchange.device, dtype),
+                Waves(written, hides).to(exchange.device, dtype),
                 hierarchy=hierarchy,
                 watch=fastddp.Watch(stall=None),
                 **{"bucket_cap_mb": 0} | options,
@@ -271,7 +281,8 @@ class Training:
 
     def loss(self, window: int, *how: Any, passes: int = 1) -> Tensor:
         x = torch.tensor(scale(self.rank, window) / passes, device=self.exchange.device)
-        return self.model(x, *how)
+        output = self.model(x, *how)
+        return output.loss if isinstance(output, Hidden) else output
 
     def step(self, window: int, *how: Any, passes: int = 1, set_to_none: bool = True) -> list[Tensor | None]:
         """The averages of a window, of one backward or of several."""

@@ -84,13 +84,14 @@ def test_averages_are_right_and_the_same_bits_on_all_ranks_37002(
         assert_averages([of_rank[window] for of_rank in of_ranks], expected, exchange.rounding)
 
 
-WRITTEN = (0, 1, 3, 4)
+WRITTEN = (0, 1, 3, 4, len(SHAPES) - 1)  # the last: its gradient comes before all others
 LAYERS: dict[str, dict[str, Any]] = {
     "default": {},
     "views": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
     "unused": {"find_unused_parameters": True},
     "unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "unused, hidden output": {"find_unused_parameters": True, "hides": True},
     "sum": {"gradient_average": "sum"},
     "main_grad": {"main_grads": "main_grad"},
     "main_grad in fp32": {"main_grads": "main_grad", "dtype": torch.bfloat16},
