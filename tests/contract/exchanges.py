@@ -191,8 +191,9 @@ class WritesItself(torch.autograd.Function):
     """A layer that writes the gradient of its weight, and gives autograd none, or one without meaning."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, wave: Tensor) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, x: Tensor, weight: Tensor, wave: Tensor, parameter: Sequence[nn.Parameter]) -> Tensor:
+        """``parameter``: it, in a list, so that the graph has it by ``weight`` alone."""
+        (ctx.weight,) = parameter
         ctx.save_for_backward(x, wave)
         return x * (weight * wave).sum()
 
@@ -205,11 +206,11 @@ class WritesItself(torch.autograd.Function):
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
             else:
                 weight.grad.add_(gradient)
-            return None, None, None
+            return None, None, None, None
         weight.main_grad.copy_(gradient) if hasattr(weight, "overwrite_main_grad") else weight.main_grad.add_(gradient)
         weight.grad_added_to_main_grad = True
         zero_out = getattr(weight, "zero_out_wgrad", None)
-        return None, None if zero_out is None else torch.full_like(weight, 0.0 if zero_out else 7.0), None
+        return None, None if zero_out is None else torch.full_like(weight, 0.0 if zero_out else 7.0), None, None
 
 
 class Hidden:
@@ -226,7 +227,7 @@ class Waves(nn.Module):
         super().__init__()
         self.own = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
         self.written = written  # by layers that write gradients themselves
-        self.hides = hides
+        self.hides = hides  # outputs, and one of those weights from the graph
 
     def forward(self, x: Tensor, left_out: Sequence[int] = (), raises_at: int | None = None) -> Tensor | Hidden:
         if raises_at == AFTER_THE_LAST:
@@ -237,7 +238,9 @@ class Waves(nn.Module):
             if number in left_out:
                 continue
             if number in self.written:
-                total = total + WritesItself.apply(x, used, wave(number).to(used))
+                is_hidden = self.hides and number == 3
+                weight, factor = (used.detach(), x + 0 * total) if is_hidden else (used, x)
+                total = total + WritesItself.apply(factor, weight, wave(number).to(used), [parameter])
             else:
                 total = total + x * (used * wave(number).to(used)).sum()
         total = RaisesInBackward.apply(total) if raises_at == len(SHAPES) else total

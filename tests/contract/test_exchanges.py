@@ -91,7 +91,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "static": {"static_graph": True},
     "unused": {"find_unused_parameters": True},
     "unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
-    "unused, hidden output": {"find_unused_parameters": True, "hides": True},
+    "unused, hidden": {"find_unused_parameters": True, "hides": True},
     "sum": {"gradient_average": "sum"},
     "main_grad": {"main_grads": "main_grad"},
     "main_grad in fp32": {"main_grads": "main_grad", "dtype": torch.bfloat16},
