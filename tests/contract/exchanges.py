@@ -207,7 +207,8 @@ class WritesItself(torch.autograd.Function):
             else:
                 weight.grad.add_(gradient)
             return None, None, None, None
-        weight.main_grad.copy_(gradient) if hasattr(weight, "overwrite_main_grad") else weight.main_grad.add_(gradient)
+        main_grad = weight.main_grad.data  # kernels that write to it change no version
+        main_grad.copy_(gradient) if hasattr(weight, "overwrite_main_grad") else main_grad.add_(gradient)
         weight.grad_added_to_main_grad = True
         zero_out = getattr(weight, "zero_out_wgrad", None)
         return None, None if zero_out is None else torch.full_like(weight, 0.0 if zero_out else 7.0), None, None
