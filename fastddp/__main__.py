@@ -21,6 +21,7 @@ from fastddp import patching, presence
 from fastddp.comm_hooks import HOOK_NAMES
 from fastddp.job_options import check_options
 from fastddp.listing import names_near
+from fastddp.watch import roll
 
 # What a wrapper gets whose code says nothing about it. "off" turns off what is on by default.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     sys.argv = [target, *arguments[ours:]]
-    presence.is_launched = "RANK" in os.environ
+    roll.is_launched = "RANK" in os.environ
     patching.patch(**options)
     with presence.telling_if_absent():
         try:

@@ -17,8 +17,6 @@ from fastddp.watch.options import Watch
 
 to_stderr = False
 """Whether whoever started the job asked for fastddp, so that a line shows them that they have it. Else it is logged."""
-is_launched = True
-"""Whether a launcher has started this process, and so the others in the same way."""
 starts_processes = False
 """Whether this process has started others afresh, which may have the wrappers."""
 
@@ -54,16 +52,6 @@ def telling_if_absent() -> Iterator[None]:
             _tell_if_absent()
         raise
     _tell_if_absent()
-
-
-def where_absent_ranks_may_be() -> str:
-    """What to say of ranks that do not come to a wrapper."""
-    if is_launched:
-        return "Look at what it printed last."
-    return (
-        "torchrun has not started this rank, and ranks that a script starts itself, as Lightning does, may be without "
-        "fastddp. Start it with torchrun -m fastddp, or call fastddp.patch() in the script."
-    )
 
 
 def _tell_if_absent() -> None:

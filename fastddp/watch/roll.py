@@ -14,9 +14,11 @@ import weakref
 import torch.distributed as dist
 
 from fastddp.listing import listed
-from fastddp.presence import where_absent_ranks_may_be
 from fastddp.together import explanations
 from fastddp.watch.python_calls import state_of
+
+is_launched = True
+"""Whether a launcher has started this process, and so the others in the same way."""
 
 _LOOKS = 20  # ten a second: a process that ends closes its connections before it is gone
 _FOLLOWS = "-"  # its collective has failed, so its own end is no cause
@@ -55,11 +57,17 @@ def who_has_ended(group: dist.ProcessGroup) -> str:
     except Exception:
         return "fastddp: the job's store does not answer. The process that serves it has ended: mostly rank 0."
     if absent and not ended:
-        ended = [f"rank {listed(absent)} had not come to its first wrapper. {where_absent_ranks_may_be()}"]
+        ended = [f"rank {listed(absent)} had not come to its first wrapper. {_LOOK if is_launched else _LAUNCH}"]
     return "\n  ".join(["fastddp: ranks wait for one that does not come:", *ended]) if ended else ""
 
 
 explanations.append(who_has_ended)
+
+_LOOK = "Look at what it printed last."
+_LAUNCH = (
+    "torchrun has not started this rank, and ranks that a script starts itself, as Lightning does, may be without "
+    "fastddp. Start it with torchrun -m fastddp, or call fastddp.patch() in the script."
+)
 
 
 def _look(group: dist.ProcessGroup) -> tuple[list[str], list[int]]:
@@ -74,7 +82,7 @@ def _look(group: dist.ProcessGroup) -> tuple[list[str], list[int]]:
         if error and error != _FOLLOWS:
             ended.append(f"rank {rank} has ended (process {pid} on {host}), by {error}.")
         elif not error and state in ("is gone", "is stopped"):
-            ended.append(f"rank {rank} {state} (process {pid} on {host}). Look at what it printed last.")
+            ended.append(f"rank {rank} {state} (process {pid} on {host}). {_LOOK}")
     return ended, absent
 
 
