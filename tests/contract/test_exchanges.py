@@ -114,7 +114,8 @@ def written_by_layers(rank: int, exchange: Exchange, way: str) -> list[list[Tens
     return found
 
 
-@pytest.mark.tier("slow", but_one_in=40)
+@pytest.mark.tier("nightly", but_one_in=3)
+@pytest.mark.tier("slow", but_one_in=42)
 @pytest.mark.parametrize(("exchange", "way"), exchanges_and(list(LAYERS), fits=averages_as))
 def test_a_layer_writes_its_gradient_itself(pools: dict[str, RankPool], exchange: Exchange, way: str) -> None:
     of_ranks = exchange.run(pools, written_by_layers, way)
