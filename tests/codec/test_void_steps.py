@@ -251,6 +251,22 @@ def test_gradients_that_are_changed_without_a_step_are_still_there(rank: int, ho
     assert all(map(torch.equal, changed.remembered(), left_alone.remembered()))
 
 
+@pytest.mark.parametrize("hook", HOOKS[:2])
+@on_ranks(2)
+def test_where_no_optimizer_is_seen_gradients_that_are_zeroed_have_been_used(rank: int, hook: str) -> None:
+    found = []
+    for in_place in (False, True):
+        model, state = fastddp.DistributedDataParallel(Pair(), bucket_cap_mb=0), BlockState(block_size=128, fp8="e5m2")
+        model.register_comm_hook(state, getattr(comm_hooks, hook))
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            model(torch.randn(12, 9, generator=generator)).backward()
+            model.zero_grad(set_to_none=not in_place)
+        found.append([error.clone() for error in state.errors.values()])
+    assert all(map(torch.equal, *found))
+    assert all(error.any() for error in found[0])
+
+
 @pytest.mark.parametrize("hook", HOOKS)
 @on_ranks(2)
 def test_nor_does_a_backward_that_raises_before_the_model_is_dropped(rank: int, hook: str) -> None:
