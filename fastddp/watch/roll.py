@@ -21,6 +21,11 @@ is_launched = True
 """Whether a launcher has started this process, and so the others in the same way."""
 
 _LOOKS = 20  # ten a second: a process that ends closes its connections before it is gone
+_LOOK = "Look at what it printed last."
+_LAUNCH = (
+    "torchrun has not started this rank, and ranks that a script starts itself, as Lightning does, may be without "
+    "fastddp. Start it with torchrun -m fastddp, or call fastddp.patch() in the script."
+)
 _FOLLOWS = "-"  # its collective has failed, so its own end is no cause
 _entered: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # by which process
 
@@ -62,12 +67,6 @@ def who_has_ended(group: dist.ProcessGroup) -> str:
 
 
 explanations.append(who_has_ended)
-
-_LOOK = "Look at what it printed last."
-_LAUNCH = (
-    "torchrun has not started this rank, and ranks that a script starts itself, as Lightning does, may be without "
-    "fastddp. Start it with torchrun -m fastddp, or call fastddp.patch() in the script."
-)
 
 
 def _look(group: dist.ProcessGroup) -> tuple[list[str], list[int]]:
