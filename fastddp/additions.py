@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import torch
@@ -113,24 +112,6 @@ class Additions(TorchSurface):
             audit.tensors.add_optimizer(optimizer)
         audit.tensors.add_buffers(self.module, buffers)
         audit.plan_again()
-
-    def save_profile(self, path: str | os.PathLike[str]) -> None:
-        """Write what ``bucket_cap_mb="auto"`` has measured to a file, for ``fastddp plan``. All ranks write the same.
-
-        Args:
-            path: of the file, a :class:`fastddp.planning.profile.Profile`.
-
-        Raises:
-            RuntimeError: nothing has been measured, or not yet (before the fifth step's forward).
-            OSError: the file cannot be written.
-        """
-        planner = self.engine.planner
-        if planner is None or planner.profile is None:
-            raise RuntimeError(
-                'There is no profile. One is made with bucket_cap_mb="auto", at the fifth step\'s forward.'
-                + see("FD027")
-            )
-        planner.profile.save(path)
 
     def last_grad_norm(self) -> Tensor:
         """The 2-norm of all synchronised gradients, as the last backward left them, without a wait for the device.

@@ -16,7 +16,7 @@ from fastddp.documents.formats import DocumentFormat
 from fastddp.documents.typed_json import restored, shown
 from fastddp.errors import see
 
-if TYPE_CHECKING:  # `fastddp plan --help` does without torch
+if TYPE_CHECKING:
     import torch
     from torch import Tensor
 

@@ -194,7 +194,7 @@ ERRORS = {
         "A file holds something else than a plan or a profile",
         "The file is not of fastddp's format, was cut short, or was written by a version of fastddp with another "
         "format.",
-        "Write it anew with this version: model.bucket_plan().save(path) or model.save_profile(path).",
+        "Write it anew with this version: model.bucket_plan().save(path).",
     ),
     "FD027": Explanation(
         "What is asked for was not switched on",

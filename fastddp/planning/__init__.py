@@ -1,6 +1,5 @@
-"""Bucket plans from measurements: ``bucket_cap_mb="auto"``, and predictions for other numbers of ranks.
+"""Bucket plans: the given, the delayed, and from measurements (``bucket_cap_mb="auto"``).
 
-Data flows one way: the first windows and the process group → :mod:`~fastddp.planning.link` and
-:mod:`~fastddp.planning.planner` (what was measured) → :mod:`~fastddp.planning.model` (the plan) → ``ddp.py``, or a file
-(:mod:`~fastddp.planning.profile`) → :mod:`~fastddp.tools.plan.scaling` → ``fastddp plan``.
+:mod:`~fastddp.planning.link` and :mod:`~fastddp.planning.planner` measure, and
+:mod:`~fastddp.planning.model` finds the plan.
 """

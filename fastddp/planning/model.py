@@ -61,11 +61,6 @@ def end_of(plan: Buckets, gradients: Sequence[Gradient], link: Link) -> float:
     return _end([_together([gradients[index] for index in bucket]) for bucket in plan], link)
 
 
-def compute_end(gradients: Sequence[Gradient]) -> float:
-    """When the last gradient is ready: the end of a step whose communication takes no time."""
-    return max((gradient.ready for gradient in gradients), default=0.0)
-
-
 def best_plan(gradients: Sequence[Gradient], link: Link, largest: float = math.inf) -> Buckets:
     """The plan whose last collective ends first, of all that keep the order in which gradients of a kind get ready.
 

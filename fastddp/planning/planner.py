@@ -20,8 +20,7 @@ from fastddp.exchange.descriptions import AllReduce, Setting
 from fastddp.exchange.lanes import lanes_for, lanes_pay
 from fastddp.module.replicas import agree_on_plan
 from fastddp.planning.link import NoBandwidth, largest_bucket, measure_link
-from fastddp.planning.model import Link, best_plan, end_of
-from fastddp.planning.profile import Profile, ProfiledGradient
+from fastddp.planning.model import Gradient, Link, best_plan, end_of
 
 WINDOWS = 3
 """Windows that are measured before each plan."""
@@ -36,7 +35,6 @@ class Found:
 
     plan: Buckets
     several_lanes: bool
-    profile: Profile
 
 
 class Planner:
@@ -48,7 +46,6 @@ class Planner:
     """
 
     def __init__(self) -> None:
-        self.profile: Profile | None = None
         self._due: int | None = None
         self._left = PLANS
         self._links: dict[int, Link | None] = {}  # by number of lanes; None: no bandwidth could be measured
@@ -83,23 +80,21 @@ class Planner:
         if last < 0:
             return None
         gradients = [
-            _profiled(setting, exchange, index, second if second >= 0 else last)
+            _gradient(setting, exchange, index, second if second >= 0 else last)
             for index, second in zip(members, ready, strict=True)
         ]
         group = exchange.process_group or setting.process_group
         found = self._fastest(members, gradients, group, device)
         if found is None:
-            self.profile = Profile(tuple(gradients), group.size(), dist.get_backend(group), 1, None)
             self._left = 0
             return None
         plan = agree_on_plan(found.plan, members, setting.process_group, device)
-        self.profile = found.profile
-        return Found(plan, found.several_lanes, found.profile)
+        return Found(plan, found.several_lanes)
 
     def _fastest(
         self,
         members: Sequence[int],
-        gradients: Sequence[ProfiledGradient],
+        gradients: Sequence[Gradient],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> Found | None:
@@ -115,11 +110,10 @@ class Planner:
             link = self._link(lanes, device, total)
             if link is None:
                 continue
-            profile = Profile(tuple(gradients), group.size(), dist.get_backend(group), len(lanes), link)
-            plan = best_plan(profile.model_gradients(), link, largest_bucket(link, device))
-            end = end_of(plan, profile.model_gradients(), link)
+            plan = best_plan(gradients, link, largest_bucket(link, device))
+            end = end_of(plan, gradients, link)
             in_parameters = [[members[place] for place in bucket] for bucket in plan]
-            choices.append((end, Found(in_parameters, len(lanes) > 1, profile)))
+            choices.append((end, Found(in_parameters, len(lanes) > 1)))
         if not choices:
             self._warn(group)
             return None
@@ -162,8 +156,7 @@ def _median(windows: Sequence[Sequence[float]], index: int) -> float:
     return statistics.median([w[index] for w in windows if not math.isnan(w[index])] or [-1.0])
 
 
-def _profiled(setting: Setting, exchange: AllReduce, index: int, ready: float) -> ProfiledGradient:
+def _gradient(setting: Setting, exchange: AllReduce, index: int, ready: float) -> Gradient:
     parameter = setting.parameters[index]
     travels = parameter.numel() * (exchange.wire or parameter.dtype).itemsize
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return ProfiledGradient(setting.names[index], ready, travels, parameter.nbytes, dtype, str(parameter.device))
+    return Gradient(ready, travels, (parameter.dtype, parameter.device))

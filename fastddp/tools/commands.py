@@ -8,7 +8,6 @@ import typer
 
 from fastddp.tools.doctor.command import doctor
 from fastddp.tools.explain.command import explain
-from fastddp.tools.plan.command import plan
 from fastddp.tools.ps.command import ps
 from fastddp.tools.trace.command import trace
 
@@ -37,5 +36,5 @@ def _all_commands(
     pass
 
 
-for command in (doctor, explain, plan, ps, trace):
+for command in (doctor, explain, ps, trace):
     app.command()(command)

@@ -13,12 +13,10 @@ import pytest
 from fastddp.bucket_plan import BucketPlan
 from fastddp.documents.formats import DocumentFormat
 from fastddp.documents.typed_json import DEEPEST, Unexpected, parsed, restored
-from fastddp.planning.profile import Profile
 from fastddp.tools.trace.as_json import read_json
 
 FORMATS: dict[str, Callable[[Path], Any]] = {
     "fastddp bucket plan": BucketPlan.load,
-    "fastddp profile": Profile.load,
     "fastddp trace": read_json,
 }
 SMALL = DocumentFormat("small", 1, "note", "Write it anew.", largest=2**20)

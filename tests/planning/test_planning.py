@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import math
 import pickle
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,8 +22,7 @@ import fake_cuda
 import fastddp
 from fastddp import comm_hooks
 from fastddp.planning.link import largest_bucket
-from fastddp.planning.model import Link, best_plan
-from fastddp.planning.profile import Profile, ProfiledGradient
+from fastddp.planning.model import Gradient, Link, best_plan
 from hooks_by_name import averages
 from on_ranks import of_ranks, on_ranks
 from parts import Parts, gradients
@@ -85,6 +82,19 @@ def a_network_of(*links: Link) -> Iterator[mock.Mock]:
         yield measure
 
 
+@contextmanager
+def what_is_planned() -> Iterator[list[tuple[list[Gradient], Link]]]:
+    """What each search is given."""
+    given = []
+
+    def searched(gradients: list[Gradient], link: Link, largest: float) -> list[list[int]]:
+        given.append((gradients, link))
+        return best_plan(gradients, link, largest)
+
+    with mock.patch("fastddp.planning.planner.best_plan", searched):
+        yield given
+
+
 def sizes(model: fastddp.DistributedDataParallel) -> list[int]:
     return [len(bucket.parameters) for bucket in model.bucket_plan().buckets]
 
@@ -94,7 +104,7 @@ def sizes(model: fastddp.DistributedDataParallel) -> list[int]:
 
 @on_ranks(2)
 def test_after_four_steps_all_ranks_have_the_best_plan_for_what_was_measured(rank: int, tmp_path: Path) -> None:
-    with a_network_of(Link(latency=1e-3, bandwidth=1e6)):
+    with a_network_of(Link(latency=1e-3, bandwidth=1e6)), what_is_planned() as given:
         model = auto(Layers(pause=0.002 + 0.01 * rank))
         for _ in range(STEPS):
             assert sizes(model) == [6]
@@ -102,16 +112,15 @@ def test_after_four_steps_all_ranks_have_the_best_plan_for_what_was_measured(ran
         assert len(model.reducer.ready_times()) == STEPS - 1  # all windows but the first
         train(model, 1, 1.0)
     path = tmp_path / f"{rank}.json"
-    model.save_profile(path)
-    profile = Profile.load(path)
-    names = [gradient.name for gradient in profile.gradients]
-    best = best_plan(profile.model_gradients(), profile.link, largest_bucket(profile.link, torch.device("cpu")))
+    ((measured, link),) = given
+    names = [f"weights.{number}" for number in reversed(range(6))]  # as in the first plan
+    best = best_plan(measured, link, largest_bucket(link, torch.device("cpu")))
     plan = model.bucket_plan()
     assert [[p.name for p in bucket.parameters] for bucket in plan.buckets] == [[names[i] for i in b] for b in best]
     plan.save(path)
     assert fastddp.DistributedDataParallel(Layers(), buckets=path).bucket_plan() == plan
-    ready = {gradient.name: gradient.ready for gradient in profile.gradients}
-    for earlier, later in itertools.pairwise(ready[f"weights.{i}"] for i in reversed(range(6))):
+    ready = [gradient.ready for gradient in measured]
+    for earlier, later in itertools.pairwise(ready):
         assert later - earlier >= 0.012  # the slower rank's
     assert len(set(of_ranks((str(plan), str(ready))))) == 1
 
@@ -275,8 +284,6 @@ def test_where_nothing_could_be_measured_the_default_stays(rank: int) -> None:
     train(model, 2, 1.0)
     assert model.engine.planner is not None
     assert not model.engine.planner.is_due(model.reducer)
-    with pytest.raises(RuntimeError, match="There is no profile"):
-        model.save_profile("/nowhere")
     assert sizes(model) == [6]
 
 
@@ -294,15 +301,13 @@ WRAPPED = comm_hooks.bf16_compress_wrapper(comm_hooks.allreduce_hook)
 
 @pytest.mark.parametrize(("hook", "size"), [("allreduce_hook", 4096), ("fp16_compress_hook", 2048), ("wrapped", 2048)])
 @on_ranks(2)
-def test_a_profile_tells_bytes_that_travel_and_those_of_parameters(
-    rank: int, hook: str, size: int, tmp_path: Path
-) -> None:
+def test_bytes_that_travel_are_planned(rank: int, hook: str, size: int) -> None:
     model = auto(Layers())
     model.register_comm_hook(None, getattr(comm_hooks, hook, WRAPPED))
-    train(model, STEPS + 2, 1.0)
-    path = tmp_path / str(rank)
-    model.save_profile(path)
-    assert {(one.bytes, one.parameter_bytes) for one in Profile.load(path).gradients} == {(size, 4096)}
+    with a_network_of(SLOW_NETWORK), what_is_planned() as given:
+        train(model, STEPS + 2, 1.0)
+    ((measured, _),) = given
+    assert [one.bytes for one in measured] == [size] * 6
 
 
 @pytest.mark.parametrize("steps", [0, 2, STEPS + 1])
@@ -324,11 +329,13 @@ def test_copies_make_a_plan_of_their_own(rank: int, pickled: bool, steps: int) -
 @on_ranks(2, pool="simulated_ranks")
 def test_on_a_device_times_are_the_streams(rank: int) -> None:
     model = auto(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(fake_cuda.DEVICE))
-    for step in range(STEPS + 2):
-        model.zero_grad()
-        model(torch.full((1, 4), 1.0 + rank, device=fake_cuda.DEVICE)).square().sum().backward()
-        assert step >= STEPS or sizes(model) == [4]
-    ready = [gradient.ready for gradient in model.engine.planner.profile.gradients]
+    with a_network_of(SLOW_NETWORK), what_is_planned() as given:
+        for step in range(STEPS + 2):
+            model.zero_grad()
+            model(torch.full((1, 4), 1.0 + rank, device=fake_cuda.DEVICE)).square().sum().backward()
+            assert step >= STEPS or sizes(model) == [4]
+    ((measured, _),) = given
+    ready = [gradient.ready for gradient in measured]
     assert all(second > 0 for second in ready)
     assert len(set(of_ranks((str(sizes(model)), str(ready))))) == 1
     alone = copy.deepcopy(model.module).cpu()
@@ -354,14 +361,7 @@ def refused_hook(rank: int, hook: Any) -> None:
     auto(Layers()).register_comm_hook(state, hook)
 
 
-def saves_too_early(rank: int, cap: Any) -> None:
-    model = fastddp.DistributedDataParallel(Layers(), bucket_cap_mb=cap)
-    train(model, STEPS, 1.0)
-    model.save_profile("/nowhere/profile.json")
-
-
 UNKNOWN_TRAFFIC = 'bucket_cap_mb="auto" plans for gradients that are averaged by one allreduce a bucket'
-TOO_EARLY = 'made with bucket_cap_mb="auto", at the fifth step'
 
 
 @pytest.mark.parametrize(
@@ -374,60 +374,9 @@ TOO_EARLY = 'made with bucket_cap_mb="auto", at the fifth step'
         (refused_hook, averages, UNKNOWN_TRAFFIC),
         (refused_hook, comm_hooks.noop_hook, UNKNOWN_TRAFFIC),
         (refused_hook, comm_hooks.powerSGD_hook, UNKNOWN_TRAFFIC),
-        (saves_too_early, 1, TOO_EARLY),
-        (saves_too_early, "auto", TOO_EARLY),
     ],
 )
 def test_what_contradicts_a_plan_is_refused(ranks: RankPool, does: Any, argument: Any, complaint: str) -> None:
     for error in ranks.errors(does, 2, argument):
-        assert error.type_name == ("RuntimeError" if does is saves_too_early else "ValueError")
+        assert error.type_name == "ValueError"
         assert complaint in error.message
-
-
-# ------------------------------------------------------------------------------------------------------------ its file
-
-PROFILE = Profile(
-    (ProfiledGradient("b", 0.25, 4, 8, "float32", "cpu"), ProfiledGradient("a", 0.5, 8, 8, "bfloat16", "cuda:0")),
-    ranks=2,
-    backend="gloo",
-    lanes=1,
-    link=Link(1e-4, 1e9),
-)
-
-
-@pytest.mark.parametrize("link", [Link(1e-4, 1e9), None])
-def test_a_profile_survives_its_file(link: Link | None, tmp_path: Path) -> None:
-    profile = dataclasses.replace(PROFILE, link=link)
-    profile.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == profile
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "complaint"),
-    [
-        ('"ranks": 2', '"rank": 2', "it has no 'ranks'"),
-        ('"ranks": 2', f'"ranks": {400 * "9"}', "not a whole number from 1 to 1e+09"),
-        ('"ranks": 2', '"ranks": true', "ranks is True, not a whole number from 1 to 1e+09"),
-        ('"lanes": 1', '"lanes": 0', "lanes is 0, not a whole number from 1"),
-        ('"backend": "gloo"', '"backend": null', "backend is None, not a text"),
-        ('"ready": 0.25', '"ready": -1', "of gradient 0, ready is -1, not a number from 0 to 1e+18"),
-        ('"ready": 0.5', '"ready": 1e999', "of gradient 1, ready is inf, not a number"),
-        ('"ready": 0.25', '"late": 0.25', "gradient 0 has no 'ready'"),
-        ('"bytes": 4,', '"bytes": 4.5,', "of gradient 0, bytes is 4.5, not a whole number from 0"),
-        ('"dtype": "float32"', '"dtype": ["a"]', "of gradient 0, dtype is ['a'], not a text"),
-        ('"bandwidth": 1000000000.0', '"bandwidth": 0', "bandwidth of link is 0, not a number from 1"),
-        ('"gradients": [', '"gradients": [4, ', "gradient 0 is 4, not an object"),
-        ('"gradients": [', '"gradients": null, "more": [', "gradients is None, not a list"),
-        ('"gradients": [', '"gradients": [], "more": [', "there are no gradients"),
-    ],
-)
-def test_a_file_that_holds_no_profile_is_refused(old: str, new: str, complaint: str, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    PROFILE.save(path)
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-    with pytest.raises(ValueError, match=re.escape(complaint)) as raised:
-        Profile.load(path)
-    assert str(path) in str(raised.value)
-    assert 'Write it anew: train with bucket_cap_mb="auto"' in str(raised.value)
