@@ -148,8 +148,6 @@ class Engine:
             recipe.parameters.names,
             like,
             plan,
-            # The audit expects one sum a bucket, and two levels have several.
-            sum_audit=_C.SumAudit() if watch.audit_every is not None and hierarchy is None else None,
             measures_gradients=watch.corruption is not None,
             hierarchy=hierarchy,
             zero_cta=config.wire_memory == "symmetric",

@@ -198,9 +198,8 @@ ERRORS = {
     ),
     "FD027": Explanation(
         "What is asked for was not switched on",
-        "Audits, blame for gradients and profiles cost something, so they are there only where they were asked for.",
-        "Switch it on when you wrap the module: watch=fastddp.Watch(audit_every=...), Watch(corruption=...) or "
-        'bucket_cap_mb="auto".',
+        "Audits and blame for gradients cost something, so they are there only where they were asked for.",
+        "Switch it on when you wrap the module: watch=fastddp.Watch(audit_every=...) or Watch(corruption=...).",
     ),
     "FD028": Explanation(
         "The hierarchy does not fit",

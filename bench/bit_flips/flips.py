@@ -49,12 +49,9 @@ class Target:
     """What is true of those that are not found. Empty: each has to be found, unless it has no effect, or heals."""
     makes_ranks_differ: bool = False  # whether what it changes is on one rank alone
     travels: bool = False  # whether it flips on the wire
-    lasts: bool = False  # whether it flips in every step from the first one on, as under a core that adds wrongly
-    waits_for_its_turn: bool = False  # whether the run is so long that some sum of each bucket is checked
 
 
 _IN_MEMORY, _TRAVELLING = (FP32, BF16), (FP32, BF16_WIRE, FP16_WIRE)
-_WITHIN_ROUNDING = "less than rounding may change the sum"
 
 LOCAL_GRADIENT = Target(
     "gradient, before the sum",
@@ -68,27 +65,8 @@ TO_SUM = Target(
     "of what one rank sends, in one step",
     _TRAVELLING,
     draws=1,
-    why_not="this part of the sums was not checked in that step",
+    why_not="all ranks get the same sum, a little wrong",
     travels=True,
-)
-TO_SUM_CHECKED = Target(
-    "wire, to a checked sum",
-    "of what one rank sends, in a step in which this part of the sums is checked",
-    _TRAVELLING,
-    draws=1,
-    why_not=_WITHIN_ROUNDING,
-    travels=True,
-    waits_for_its_turn=True,
-)
-TO_SUM_LASTING = Target(
-    "wire, to every sum",
-    "of what one rank sends, in every step from one on",
-    _TRAVELLING,
-    draws=1,
-    why_not=_WITHIN_ROUNDING,
-    travels=True,
-    lasts=True,
-    waits_for_its_turn=True,
 )
 BACK = Target(
     "wire, back to a rank",
@@ -118,8 +96,6 @@ STATE_NOT_AUDITED = Target(
 TARGETS = (
     LOCAL_GRADIENT,
     TO_SUM,
-    TO_SUM_CHECKED,
-    TO_SUM_LASTING,
     BACK,
     AVERAGED_GRADIENT,
     PARAMETER,
@@ -140,7 +116,7 @@ class Flip:
     rank: int  # whose number flips: that sends it, that gets it, or in whose memory it is
     parameter: int  # its number among the model's
     place: float  # where in the parameter, from 0 to below 1
-    step: int  # from 0; the first one, where it lasts
+    step: int  # from 0
     optimizer: str
     state: int  # which of the optimizer's tensors for this parameter, counted round
 

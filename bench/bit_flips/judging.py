@@ -15,7 +15,7 @@ from bench.bit_flips.flips import PARAMETER, Flip
 from bench.bit_flips.training import AUDIT_EVERY, WITHIN, WITHIN_TWO_ROUNDS, Said, Seen, Training
 from bench.checks import digest
 
-FoundBy = Literal["replicas", "sum", "too_large", "non_finite", "harmless", "healed", "nothing"]
+FoundBy = Literal["replicas", "too_large", "non_finite", "harmless", "healed", "nothing"]
 _HEALED = "ranks agreed again before its turn had come: what differed was rounded away"
 
 
@@ -117,7 +117,7 @@ def judge(
         first.kind,  # type: ignore[arg-type]
         first.told - step,
         all(of_rank == said[0] for of_rank in said),
-        first.ranks == (rank,) or (flip.ranks == 2 and first.ranks == (0, 1) and first.kind in ("replicas", "sum")),
+        first.ranks == (rank,) or (flip.ranks == 2 and first.ranks == (0, 1) and first.kind == "replicas"),
         None if named is None else named.split(":")[0] == parameter,
         distance,
     )

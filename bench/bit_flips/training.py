@@ -36,10 +36,8 @@ class Net(nn.Sequential):
 
 
 PARAMETERS = 6
-BUCKETS = 3
 STEPS = FIRST_STEP + FIRST_STEPS + WITHIN
 STEPS_OF_TWO_ROUNDS = STEPS + AUDIT_EVERY
-STEPS_OF_TURNS = STEPS + AUDIT_EVERY * BUCKETS  # a sum of each bucket is checked
 
 
 @dataclass(frozen=True)
@@ -169,13 +167,7 @@ class Training:
         flip, setting = self._flip, self._model.engine.now.setting
         bucket = next(number for number, members in enumerate(setting.plan) if flip.parameter in members)
         begin, elements = self._model.reducer.wire_layouts()[bucket].members[setting.plan[bucket].index(flip.parameter)]
-        if flip.target == flips.TO_SUM_CHECKED:
-            asked = self._model.engine.audit._asked  # type: ignore[union-attr]
-            is_first = self._step >= flip.step and not self._wire.has_flipped
-            is_due = is_first and asked is not None and asked.region.bucket == bucket
-        else:
-            is_due = self._step >= flip.step if flip.target.lasts else self._step == flip.step
-        if not is_due:
+        if self._step != flip.step:
             return None
         way: Literal["to", "back"] = "back" if flip.target == flips.BACK else "to"
         return Damage(way, bucket, begin + flip.element(elements), flip.bit, flip.rank, flip.precision.wire)
@@ -185,8 +177,6 @@ class Training:
 
 
 def _steps(target: flips.Target) -> int:
-    if target.waits_for_its_turn:
-        return STEPS_OF_TURNS
     return STEPS_OF_TWO_ROUNDS if target.makes_ranks_differ else STEPS
 
 

@@ -8,7 +8,6 @@
 #include "pipeline/trial.h"
 #include "transport/gather.h"
 #include "transport/outbox.h"
-#include "transport/sum_audit.h"
 
 namespace fastddp {
 namespace {
@@ -86,17 +85,6 @@ void bind_exchanges(py::module_& m) {
           py::arg("of_parameters"), py::arg("of_buckets"), py::kw_only(), py::arg("error_feedback"),
           py::arg("warm_start"), py::arg("epsilon"), py::arg("seed"), py::arg("first_window"), py::arg("wire"), no_gil);
 
-  py::class_<SumAudit, std::shared_ptr<SumAudit>>(m, "SumAudit", "Sums that are checked; csrc/transport/sum_audit.h.")
-      .def(py::init<>())
-      .def("ask", &SumAudit::ask, py::arg("wire"), py::arg("begin"), py::arg("end"), no_gil)
-      .def(
-          "take",
-          [](SumAudit& audit) {
-            const auto copies = audit.take();
-            return copies ? std::optional(std::tuple(copies->sent, copies->came, copies->factor)) : std::nullopt;
-          },
-          no_gil);
-
   py::class_<Lanes>(m, "Lanes", "Process groups of the same ranks; csrc/transport/lanes.h.")
       .def(py::init<Groups>(), py::arg("groups"))
       .def(py::init<Groups, Processes>(), py::arg("groups"), py::arg("processes"));
@@ -115,13 +103,7 @@ void bind_exchanges(py::module_& m) {
           [](Lanes lanes, const Nodes& nodes, c10::Device device) {
             return destroyed_without_gil(make_sharded_sum(std::move(lanes), nodes, device));
           },
-          py::arg("lanes"), py::arg("nodes"), py::arg("device"), no_gil)
-      .def_static(
-          "audited",
-          [](std::shared_ptr<Transport> transport, std::shared_ptr<SumAudit> audit) {
-            return destroyed_without_gil(make_audited(std::move(transport), std::move(audit)));
-          },
-          py::arg("transport"), py::arg("audit"), no_gil);
+          py::arg("lanes"), py::arg("nodes"), py::arg("device"), no_gil);
 
   py::class_<Sharding, std::shared_ptr<Sharding>>(m, "Sharding", "Which rank has what; csrc/bucket/sharding.h.")
       .def(

@@ -43,8 +43,6 @@ class Setting:
     """Whether measured times say that a second lane pays: Note [Lanes over NCCL], ``lanes.py``."""
     divide_in_collective: bool = False
     """Whether the average of ``process_group`` does the division: see :func:`.averages.divides_first`."""
-    sum_audit: _C.SumAudit | None = None
-    """Checks the sums of wires; None: nothing does."""
     carried: frozenset[int] | None = None
     """Which buckets of the plan the exchange carries; None: all. Other exchanges carry the rest."""
     measures_gradients: bool = False
@@ -192,10 +190,7 @@ class AllReduce:
     def make(self, setting: Setting) -> _C.Pipeline:
         """As :meth:`Exchange.make`."""
         setting.load_kernels(self.wire)
-        transport = self._transport(setting)
-        if setting.sum_audit is not None:
-            transport = _C.Transport.audited(transport, setting.sum_audit)
-        return _C.Pipeline(_C.Codec.cast(self.wire), transport)
+        return _C.Pipeline(_C.Codec.cast(self.wire), self._transport(setting))
 
     def _transport(self, setting: Setting) -> _C.Transport:
         group = self.group(setting)

@@ -45,6 +45,6 @@ class PerBucket:
         return _C.Pipeline.per_bucket(made, self.of_buckets)
 
     def setting_of(self, number: int, setting: Setting) -> Setting:
-        """The setting of exchange ``number``: its own buckets, and no audit of sums, which takes a single exchange."""
+        """The setting of exchange ``number``: its own buckets."""
         carried = frozenset(bucket for bucket, owner in enumerate(self.of_buckets) if owner == number)
-        return dataclasses.replace(setting, carried=carried, sum_audit=None)
+        return dataclasses.replace(setting, carried=carried)

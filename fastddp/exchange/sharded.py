@@ -29,7 +29,7 @@ class Sharded:
     def make(self, setting: Setting) -> _C.Pipeline:
         """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
         assert setting.sharding is not None
-        whole = dataclasses.replace(setting, divide_in_collective=False, sum_audit=None)
+        whole = dataclasses.replace(setting, divide_in_collective=False)
         return _C.Pipeline.sharded(self.exchange.make(whole), setting.sharding)
 
 

@@ -45,7 +45,6 @@ def _with_shards(setting: Setting, hierarchy: Hierarchy, shards: _C.Sharding) ->
     return dataclasses.replace(
         setting,
         divide_in_collective=False,
-        sum_audit=None,
         measures_gradients=False,
         hierarchy=None,
         sharding=None,

@@ -1,70 +1,45 @@
-"""Compares replicas and checks sums: a part of both in each step, and nobody waits for the answer.
+"""Compares replicas: a part of them in each step, and nobody waits for the answer.
 
 Note [What an audit sends]
 
 Once a window, in the first forward that synchronises, each rank takes digests of a part of its tensors. The digests of
 several windows (a tenth of a round) make one row of numbers, because a collective costs more than its contents. Each
-rank sends its row to all others. A row also has the result of a checked sum, and its size is always the same. The
-audit counts windows, not forwards: a rank may repeat a forward. Ranks read the rows in the next window's forward. On a
-device with streams they do so one window later, when the host no longer has to wait.
-
-Checking a sum takes three windows. In the first, part of a wire is copied before it is sent and after it comes back
-(``csrc/transport/sum_audit.h``). In the second, the copy of what was sent travels again while the forward runs. In the
-third, each rank judges a shard, and tells the others with its next row.
+rank sends its row, of a fixed size, to all others. The audit counts windows, not forwards: a rank may repeat a forward.
+Ranks read the rows in the next window's forward. On a device with streams they do so one window later, when the host no
+longer has to wait.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastddp._C import Digests, Reducer, WireLayout, is_capturing
-from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
+from fastddp._C import Digests, Reducer, is_capturing
+from fastddp.exchange.descriptions import Exchange, Setting
 from fastddp.listing import ranks as ranks_in_words
 from fastddp.watch.audited_tensors import AuditedTensors, Part, Round
 from fastddp.watch.corruption import Corruption, OnCorruption, deliver
 from fastddp.watch.gathering import Gathering, waiting_stream
-from fastddp.watch.sum_check import Region, SecondSum, member_at, regions
 
 _ROWS_IN_A_ROUND = 10
 _WINDOWS_WITHOUT_STATE = 3  # an optimizer has no state before its first step
 _MOST_DIGESTS = 128, 32  # per window, if it has its own row or shares one; more slices share digests
 
-# A row: whether this rank's tensors count; a hash of what it compares; whether it has a checked sum's result, and the
-# digest of that; how many elements of its shard of an earlier sum are wrong, and the first of them; then digests.
-_PRESENT, _DESCRIPTION, _HAS_RESULT, _RESULT, _WRONG, _FIRST_WRONG, _DIGESTS = range(7)
-
-
-@dataclass
-class _CheckedSum:
-    """A sum to be checked."""
-
-    step: int
-    region: Region
-    layout: WireLayout
-    names: Sequence[str]  # of the bucket's parameters
-    has_differed: bool = False  # ranks got different results, and this has been reported
-
-    def where(self, element: int) -> str:
-        """The parameter whose gradient has this element of the wire."""
-        return self.names[member_at(self.layout, element)]
-
-    def in_words(self) -> str:
-        first, last = self.where(self.region.begin), self.where(self.region.end - 1)
-        return f"bucket {self.region.bucket} (gradients from '{first}' to '{last}')"
+# A row: whether this rank's tensors count; a hash of what it compares; then digests.
+_PRESENT, _DESCRIPTION, _DIGESTS = range(3)
 
 
 class Audit:
-    """Compares replicas and checks sums, for one reducer.
+    """Compares replicas, for one reducer.
 
     Args:
-        every: each tensor is compared once in this many steps, and one sum is checked.
+        every: each tensor is compared once in this many steps.
         tell: whom to tell of a difference.
         tensors: what to compare.
         process_group: the model's ranks; reports use its numbers.
@@ -93,8 +68,6 @@ class Audit:
         self._look_again = 0  # for so many windows: optimizers may create state
         self._row = _Row()
         self._sent: deque[_Sent] = deque()
-        self._asked: _CheckedSum | None = None
-        self._second: tuple[_CheckedSum, SecondSum] | None = None
         self._differing: set[tuple[str, int]] = set()  # slices that differ, reported
 
     def plan_again(self) -> None:
@@ -121,25 +94,14 @@ class Audit:
         self._tell()
         self._window = windows
         group = exchange.group(setting)
-        if group is not self._row.group:  # a row, or a sum on its way, is of one group
+        if group is not self._row.group:  # a row is of one group
             self._row = _Row(group)
-            self._asked = self._second = None
         if group is None or group.size() == 1:
             return
-        if self._second is not None:
-            self._row.judged, self._row.verdict = self._second[0], self._second[1].judge()
-            self._second = None
-        if self._asked is not None:
-            assert setting.sum_audit is not None
-            self._second = (self._asked, SecondSum(setting.sum_audit, self._asked.region, group, self._asked.layout))
-            self._row.came_back, self._row.result = self._asked, self._second[1].came
-            self._asked = None
         self._take_digests(counts)
         self._audited += 1
         if self._audited % self._windows_in_a_row == 0:
             self._send(group)
-        if isinstance(exchange, AllReduce) and setting.sum_audit is not None and self._audited % self._every == 0:
-            self._asked = self._ask(reducer, setting, group)
 
     def _take_digests(self, counts: bool) -> None:
         number = self._audited % self._every
@@ -166,28 +128,11 @@ class Audit:
         numbers = row.numbers
         assert numbers is not None
         # Python's hash of numbers is the same in every process.
-        head = torch.tensor([row.counts, hash(tuple(row.descriptions)), row.result is not None], dtype=torch.int64)
+        head = torch.tensor([row.counts, hash(tuple(row.descriptions))], dtype=torch.int64)
         if self._device.type != "cpu":
             head = head.pin_memory()
-        numbers[:_RESULT].copy_(head, non_blocking=True)
-        if row.result is not None:
-            numbers[_RESULT:_WRONG] = self._digests.of([(row.result, 0, len(row.result))], self._device)
-        if row.verdict is not None:
-            numbers[_WRONG:_DIGESTS].copy_(row.verdict, non_blocking=True)
-        gathering = Gathering(numbers, group)
-        self._sent.append(_Sent(group, row.parts, self._most_digests, row.came_back, row.judged, gathering))
-
-    def _ask(self, reducer: Reducer, setting: Setting, group: dist.ProcessGroup) -> _CheckedSum | None:
-        """Ask for one region of the coming window's wires, each in turn."""
-        layouts = reducer.wire_layouts()
-        all_regions = regions(layouts)
-        if not all_regions:
-            return None
-        assert setting.sum_audit is not None
-        region = all_regions[self._audited // self._every % len(all_regions)]
-        setting.sum_audit.ask(region.bucket, region.begin, region.end)
-        names = [setting.names[index] for index in setting.plan[region.bucket]]
-        return _CheckedSum(self._window + 1, region, layouts[region.bucket], names)
+        numbers[:_DIGESTS].copy_(head, non_blocking=True)
+        self._sent.append(_Sent(group, row.parts, self._most_digests, Gathering(numbers, group)))
 
     @functools.cached_property
     def _stream(self) -> torch.Stream | None:
@@ -198,8 +143,7 @@ class Audit:
     def _tell(self) -> None:
         while self._sent and self._sent[0].gathering.has_arrived(self._stream):
             sent = self._sent.popleft()
-            rows = sent.rows()
-            for corruption in [*self._differences(sent, rows), *self._wrong_sums(sent, rows)]:
+            for corruption in list(self._differences(sent, sent.rows())):
                 deliver(corruption, self._to)
 
     def _differences(self, sent: _Sent, rows: Mapping[int, list[int]]) -> Iterator[Corruption]:
@@ -247,38 +191,6 @@ class Audit:
             "the same optimizers and buffers on every rank, and let every rank step its optimizer equally often.",
         )
 
-    def _wrong_sums(self, sent: _Sent, rows: Mapping[int, list[int]]) -> Iterator[Corruption]:
-        asked, judged = sent.came_back, sent.judged
-        results = {rank: row[_RESULT] for rank, row in rows.items() if row[_HAS_RESULT]}
-        if asked is not None and len(set(results.values())) > 1:
-            asked.has_differed = True
-            ranks = _outvoted(results)
-            yield Corruption(
-                "sum",
-                asked.step,
-                self._ranks(ranks, sent.group),
-                None,
-                f"The sum of {asked.in_words()} in step {asked.step} {self._whose(ranks, results, sent.group)}. It is "
-                "damaged on its way back to the ranks, or in a memory. Ranks have stepped with different gradients: "
-                "go back to a checkpoint from before this step, and check the machines of these ranks and their "
-                "network.",
-            )
-        wrong = {rank: row for rank, row in rows.items() if row[_WRONG]}
-        if judged is None or not wrong or judged.has_differed:
-            return
-        count = sum(row[_WRONG] for row in wrong.values())
-        name = judged.where(min(row[_FIRST_WRONG] for row in wrong.values()))
-        yield Corruption(
-            "sum",
-            judged.step,
-            (),
-            name,
-            f"The sum of {judged.in_words()} in step {judged.step} is not the sum of what the ranks sent: {count} "
-            f"elements, the first in the gradient of '{name}', are further from it than rounding allows, on all ranks "
-            "alike. A bit has flipped on the way or where it was added up; which rank did it is not known. Go back to "
-            "a checkpoint from before this step, and check the ranks' machines and their network.",
-        )
-
     def _ranks(self, ranks: Iterable[int], group: dist.ProcessGroup) -> tuple[int, ...]:
         """Ranks of ``group``, as the model's process group numbers them."""
         if group is self._process_group:
@@ -307,50 +219,36 @@ class _Row:
     numbers: Tensor | None = None  # the row
     descriptions: list[int] = field(default_factory=list)
     counts: bool = True
-    came_back: _CheckedSum | None = None
-    result: Tensor | None = None  # of `came_back`; None: this rank has none
-    judged: _CheckedSum | None = None
-    verdict: Tensor | None = None  # on `judged`
 
 
+@dataclass
 class _Sent:
     """This rank's row on its way to all ranks, and their rows to this one."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        parts: list[tuple[int, Part]],
-        most_digests: int,
-        came_back: _CheckedSum | None,
-        judged: _CheckedSum | None,
-        gathering: Gathering,
-    ) -> None:
-        self.group = group
-        self.came_back = came_back
-        self.judged = judged
-        self._parts = parts
-        self.gathering = gathering
-        self._most_digests = most_digests
+    group: dist.ProcessGroup
+    parts: list[tuple[int, Part]]
+    most_digests: int
+    gathering: Gathering
 
     @property
     def step(self) -> int:
         """The first step in the row."""
-        return self._parts[0][0]
+        return self.parts[0][0]
 
     def rows(self) -> dict[int, list[int]]:
-        """By rank of the group; rank 0's only, if all are equal and no sum is wrong."""
+        """By rank of the group; rank 0's only, if all are equal."""
         rows = self.gathering.rows()
-        if bool((rows == rows[0]).all()) and not rows[0, _WRONG]:
+        if bool((rows == rows[0]).all()):
             return {0: rows[0].tolist()}
         return dict(enumerate(rows.tolist()))
 
     def digests(self) -> Iterator[tuple[int, int, Part, slice]]:
         """For each digest: its column, its step, its part, and the slices that it stands for."""
-        for number, (step, part) in enumerate(self._parts):
+        for number, (step, part) in enumerate(self.parts):
             count = len(part.names)
-            together = _how_many_together(count, self._most_digests)
+            together = _how_many_together(count, self.most_digests)
             for place, first in enumerate(range(0, count, together)):
-                yield number * self._most_digests + place, step, part, slice(first, min(count, first + together))
+                yield number * self.most_digests + place, step, part, slice(first, min(count, first + together))
 
 
 def _how_many_together(count: int, most: int) -> int:

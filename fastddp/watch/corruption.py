@@ -16,9 +16,9 @@ _log = logging.getLogger("fastddp")
 class Corruption:
     """A corruption of numbers, and whose they are."""
 
-    kind: Literal["non_finite", "too_large", "replicas", "sum"]
+    kind: Literal["non_finite", "too_large", "replicas"]
     """Gradients (or a module's output) are not finite; a gradient's norm is 1.8e19 or more (fp64: 1.3e154); replicas
-    differ; a bucket's sum is wrong."""
+    differ."""
     step: int
     """The first step, from 1, in which it was seen."""
     ranks: tuple[int, ...]
@@ -33,7 +33,7 @@ class Corruption:
         return self.message
 
 
-_CODES = {"non_finite": "FD017", "too_large": "FD017", "replicas": "FD018", "sum": "FD019"}
+_CODES = {"non_finite": "FD017", "too_large": "FD017", "replicas": "FD018"}
 
 
 class CorruptionError(RuntimeError):

@@ -36,7 +36,7 @@ class Watch:
     ``audit_every``, "report"."""
     audit_every: int | None = None
     """Compare the replicas' parameters, and what ``model.audit()`` adds, bit by bit: a part in each step, each once in
-    this many steps. As often, add up a part of a bucket's gradients a second time. None: do neither."""
+    this many steps. None: do not."""
     idle_patience: float | None = None
     """For how many seconds a rank may keep the others waiting with code of its own (evaluation, a checkpoint, a data
     loader, compilation) before "raise" raises. None: until the process group's own time-out."""
