@@ -140,7 +140,7 @@ class Engine:
         )
         average = recipe.gradient_average
         self._weight = Weight(1.0 if isinstance(average, str) else average, device)
-        self.reducer.is_model(number.agreed)
+        self.reducer.set_model_number(number.agreed)
         self.planner = Planner() if config.plans_buckets else None
         hierarchy = find_hierarchy(recipe.hierarchy, process_group, device)
         setting = Setting(

@@ -114,7 +114,7 @@ ERRORS = {
         "The model was asked at the wrong moment",
         "Some things can be asked for, or changed, only between backward and the next forward, or between two steps. "
         "The call came while gradients were travelling, inside a hook, or from another thread during a backward.",
-        "Move the call behind backward() and in front of the next forward. Do not call the model from a communication "
+        "Move the call after backward() and before the next forward. Do not call the model from a communication "
         "hook that it runs.",
     ),
     "FD015": Explanation(

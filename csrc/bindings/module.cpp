@@ -162,7 +162,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "used_parameters", [](Reducer& reducer) { return reducer.window()->ever_used(); }, no_gil)
       .def("share_order", &Reducer::share_order, no_gil)
-      .def("is_model", &Reducer::is_model, py::arg("number"), no_gil)
+      .def("set_model_number", &Reducer::set_model_number, py::arg("number"), no_gil)
       .def("fix_usage", &Reducer::fix_usage, no_gil)
       .def("set_plan", &Reducer::set_plan, py::arg("plan"), no_gil)
       .def("parameters_without_hook", &Reducer::parameters_without_hook, no_gil)

@@ -49,7 +49,7 @@ class Wire {
   }
   // The same, and no wire will be made for gradients to live in: something else travels, or nothing. (Inline, for codecs in
   // other libraries.)
-  void do_without() {
+  void disable() {
     drop();
     memory_ = nullptr;
     is_home_ = false;

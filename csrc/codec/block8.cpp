@@ -73,7 +73,7 @@ class Block8Codec : public Codec, private Adder {
     coded_ = std::vector<Coded>(buckets.empty() ? 0 : buckets.back()->index() + 1);
     for (auto* bucket : buckets) {
       bucket->set_wire_format({bucket->layout.gradient_dtype(), format_.block, format_.block});
-      bucket->wire.do_without();
+      bucket->wire.disable();
       lay_out(*bucket, coded_[bucket->index()], units.front());
     }
   }

@@ -21,7 +21,7 @@ class LowRank : public Codec {
     first_ = buckets.empty() ? 0 : buckets.front()->index();
     for (auto* bucket : buckets) {
       bucket->set_wire_format({bucket->layout.gradient_dtype()});
-      bucket->wire.do_without();
+      bucket->wire.disable();
       parts_[bucket->index()] = {*bucket, options_, memory_};
     }
   }

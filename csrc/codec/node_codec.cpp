@@ -8,9 +8,9 @@ namespace {
 
 // Note [Two levels of a bucket]
 // A bucket's wire has the gradients' dtype, and gradients live there as usual. Its first leg goes over the ranks of the node, which
-// add up its runs (note [Inside a node], transport/transport.h). The next legs are those of the *outer* codec, over the ranks in
-// the same place of other nodes. To it, this rank's run is a bucket, the shard, whose gradients are parts of the run (note [Shards
-// of a node], bucket/sharding.h). In the last leg its result goes back to the ranks of the node. If the outer codec sends the
+// add up its runs (note [Runs of a wire], transport/transport.h). The next legs are those of the *outer* codec, over the ranks in
+// the same place of other nodes. To it, this rank's run is a bucket, the shard, whose gradients are parts of the run (note [Shards],
+// bucket/sharding.h). In the last leg its result goes back to the ranks of the node. If the outer codec sends the
 // shard's own wire as it is, that wire is a part of the bucket's, and nothing is copied. With a sharded optimizer the last leg is
 // left out: the result is for this rank's spans alone (note [Sharded gradients], bucket/own_shard.h).
 //

@@ -12,7 +12,7 @@ class Noop : public Exchange {
 
   void prepare(std::vector<Bucket>& buckets, const SideStreams&, Slabs*) override {
     buckets_ = &buckets;
-    for (auto& bucket : buckets) bucket.wire.do_without();
+    for (auto& bucket : buckets) bucket.wire.disable();
   }
 
   void on_gradient(Bucket& bucket, size_t member) override {

@@ -34,8 +34,8 @@ class Closing {
   // `group`: the model's.
   Closing(Buckets& buckets, Window& window, c10d::ProcessGroup& group, const SharedSums& shared_sums);
 
-  // As Reducer::is_model().
-  void is_model(size_t number) { model_ = number; }
+  // As Reducer::set_model_number().
+  void set_model_number(size_t number) { model_ = number; }
 
   // Begins a window.
   void reset();

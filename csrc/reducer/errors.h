@@ -32,7 +32,7 @@ constexpr auto kSecondGradient =
     "passes over one forward, or a parameter used inside several reentrant checkpoints. Add up the losses and call backward "
     "once, run all but the last backward under no_sync(), or use checkpoint(..., use_reentrant=False).";
 
-constexpr auto kGradientBehindItsWindow =
+constexpr auto kGradientAfterItsWindow =
     " got a gradient after the gradients of its window were synchronised. It had one from a backward under no_sync and none "
     "from the backward that synchronised, which therefore counted as the last one. Run all but the last backward of a "
     "window under no_sync().";
@@ -46,7 +46,7 @@ constexpr auto kSparseIsDense =
 constexpr auto kBeginsInCheckpoint =
     "fastddp: the first gradient of a backward came inside a reentrant checkpoint, and nothing had told before that this "
     "backward had begun. The checkpoint's end would be taken for its end, at which gradients are averaged where not all have to "
-    "come (with find_unused_parameters=True, in the first step of a static graph, and behind gradients of no_sync()). Likely "
+    "come (with find_unused_parameters=True, in the first step of a static graph, and after gradients of no_sync()). Likely "
     "causes: the forward returned its tensors inside an object that is no tuple, list, dict or dataclass; or it ran under "
     "no_sync(), after a forward outside of it whose backward never came. Return tensors in such containers, or use "
     "checkpoint(..., use_reentrant=False).";

@@ -276,7 +276,7 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
 void Reducer::on_local_gradient(size_t parameter, bool exclusive) {
   if (window_.is(WindowState::finished)) {
     TORCH_CHECK(window_.arrival(parameter) != Arrival::local_synchronised, "fastddp: ", buckets_.describe(parameter),
-                kGradientBehindItsWindow, see("FD006"));
+                kGradientAfterItsWindow, see("FD006"));
   }
   TORCH_CHECK(buckets_.has(parameter) || buckets_.is_sparse(parameter), "fastddp: ", buckets_.describe(parameter),
               kUsageChanged, see("FD007"));

@@ -142,9 +142,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
 
   // The number of this model in its process group, the same on all ranks; 0: ranks do not agree on a number.
-  void is_model(size_t number) {
+  void set_model_number(size_t number) {
     const std::lock_guard lock(mutex_);
-    closing_.is_model(number);
+    closing_.set_model_number(number);
   }
 
   // Each rank gets the averages of its own spans only, between two windows: Buckets::become_sharded(). Another plan, or null,

@@ -40,7 +40,7 @@ void Gather::wait(size_t bucket) {
   const auto memory = std::exchange(piece.wire, {});  // also if a wait raises
   wait_for(std::exchange(piece.works, {}));
   // Orders no gradients.
-  wait_for(std::exchange(piece.thanks, {}));
+  wait_for(std::exchange(piece.acks, {}));
   piece.shards.clear();
 }
 

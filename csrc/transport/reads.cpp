@@ -202,7 +202,7 @@ class Reads : public Stages {
     std::vector<uint64_t> offsets_;
   };
 
-  void start(size_t round, Piece& piece, const Shards& shards, Plan plan, const Places& thanks_from) const {
+  void start(size_t round, Piece& piece, const Shards& shards, Plan plan, const Places& acks_from) const {
     if (piece.sent > 0) return;
     const auto meeting = meetings_++;
     const auto tag = static_cast<uint64_t>(piece.tag) * kMostRounds + round;
@@ -216,8 +216,8 @@ class Reads : public Stages {
       RECORD_FUNCTION("c10d::recv_", std::vector<c10::IValue>());  // in traces it is the message in whose place it is
       piece.works.push_back(c10::make_intrusive<Reading>(*this, meeting, tag, shards, std::move(plan)));
     }
-    if (!thanks_from.empty())
-      piece.thanks.push_back(c10::make_intrusive<Thanks>(ranks_at(thanks_from), meeting, timeout_));
+    if (!acks_from.empty())
+      piece.acks.push_back(c10::make_intrusive<Thanks>(ranks_at(acks_from), meeting, timeout_));
   }
 
   std::vector<uint64_t> exchange_outboxes(c10d::ProcessGroup& lane) const {

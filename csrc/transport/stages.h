@@ -25,7 +25,7 @@ struct Piece {
   at::Tensor sum;       // if there is an adder, for the sum, laid out like the wire; may be the room
   Shards shards;        // parts of `wire`, for a transport that cuts them in each window
   Works works;          // of the round that travels
-  Works thanks;         // are here when other ranks no longer need memory of this piece: note [Reads], reads.h
+  Works acks;         // are here when other ranks no longer need memory of this piece: note [Reads], reads.h
   size_t sent = 0;      // how many messages of a round have started, if starting the next one failed
   size_t added_up = 0;  // how many rounds
 };
@@ -42,7 +42,7 @@ struct Sum {
 
 // Two stages over the ranks of a level: start_sum() and then add_up(), a reduce-scatter; start_spread(), an all-gather. All
 // ranks of the level start the same, whatever is in the wire. They append to `piece.works` what they start, one by one, and
-// leave out the first `piece.sent`. Before the piece's memory is used again, the caller waits for `piece.thanks`.
+// leave out the first `piece.sent`. Before the piece's memory is used again, the caller waits for `piece.acks`.
 class Stages {
  public:
   explicit Stages(Level level) : level_(std::move(level)) {}

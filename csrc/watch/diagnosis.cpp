@@ -62,7 +62,7 @@ std::string where(const Record& record) {
     case Doing::gather:
       return (record.waits() ? "waiting for " : "in the communication hook of ") + bucket(record);
     case Doing::closing:
-      return "waiting for the end of the step, behind all buckets";
+      return "waiting for the end of the step, after all buckets";
     case Doing::after_backward:
       return "past its backward (an optimizer's step has not begun)";
     case Doing::optimizer:

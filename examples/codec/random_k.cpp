@@ -23,7 +23,7 @@ class RandomK : public fastddp::Codec {
   void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>&) override {
     parts_.assign(buckets.empty() ? 0 : buckets.front()->layout.count(), {});
     for (auto* bucket : buckets) {
-      bucket->wire.do_without();  // gradients stay where autograd puts them
+      bucket->wire.disable();  // gradients stay where autograd puts them
       const auto options = at::TensorOptions().dtype(bucket->layout.gradient_dtype()).device(bucket->device());
       parts_[bucket->index()].error = at::zeros({bucket->layout.numbers()}, options);
       parts_[bucket->index()].kept = at::zeros({bucket->layout.numbers()}, options);

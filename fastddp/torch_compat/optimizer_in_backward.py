@@ -29,7 +29,7 @@ def take_over_optimizers(reducer: Reducer, parameters: Sequence[Tensor], in_main
     if in_main_grad:
         raise RuntimeError(
             'An optimizer that steps inside backward reads parameter.grad, and with main_grads="main_grad" '
-            'gradients are not there. Use main_grads="grad", or step behind backward.' + see("FD030")
+            'gradients are not there. Use main_grads="grad", or step after backward.' + see("FD030")
         )
     # Imported already if optimizers were attached. Others save its time, half that of `import torch`.
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map

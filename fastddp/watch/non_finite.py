@@ -195,7 +195,7 @@ def _corruption(step: int, found: NonFinite | None, by_all: bool, in_result: boo
     opening = f"fastddp: gradients of step {step} are not finite"
     under_a_scaler = _UNDER_A_SCALER if a_scaler_steps() else ""
     if found is None or (found.rank is None and not by_all and not in_result):
-        remedy = "model.blame_non_finite(), called on all ranks behind a backward, tells who brought them."
+        remedy = "model.blame_non_finite(), called on all ranks after a backward, tells who brought them."
         message = f"{opening}, on another rank than this. {remedy}{under_a_scaler}"
         return Corruption("non_finite", step, (), None, message)
     ranks = tuple(sorted({one.rank for one in found.gradients}))

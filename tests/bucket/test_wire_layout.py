@@ -136,7 +136,7 @@ ELEMENTS = LAYERS * (WIDTH + 1) * WIDTH
 def live_bytes(
     rank: int, wrap: Any, dtype: torch.dtype, microbatches: int, set_to_none: bool, hook: Any = None, **options: Any
 ) -> tuple[list[int], int]:
-    """Beyond the parameters: the most that lived in each step, and what lives behind the last."""
+    """Beyond the parameters: the most that lived in each step, and what lives after the last."""
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)))
     inputs = torch.ones(4, WIDTH, dtype=dtype)
     model = None

@@ -16,7 +16,7 @@ from on_ranks import on_ranks
 
 
 def backward(model: fastddp.DistributedDataParallel, rank: int, step: int = 1) -> float:
-    """The gradient behind it; rank r's own is r + 1, times the step's number."""
+    """The gradient after it; rank r's own is r + 1, times the step's number."""
     model(torch.full((1, 1), (rank + 1.0) * step)).sum().backward()
     return next(model.module.parameters()).grad.item()
 

@@ -87,7 +87,7 @@ def batch(rank: int, step: int = 0) -> Tensor:
 
 
 def backward(model: Any, output: Tensor) -> list[Tensor]:
-    """The gradients behind one that synchronises; each is of its parameter's dtype."""
+    """The gradients after one that synchronises; each is of its parameter's dtype."""
     output.float().square().mean().backward()
     if isinstance(model, Reference):
         model.synchronise()

@@ -39,11 +39,11 @@ TWO = report([(2, 2, 6), (4, 5, 12)], computed=10, end=12, next=15)
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (report([(10, 10, 14)], computed=10, end=15, next=20), (11, 0, 4, 0)),  # all behind the gradients
+        (report([(10, 10, 14)], computed=10, end=15, next=20), (11, 0, 4, 0)),  # all after the gradients
         (report([(4, 5, 9)], computed=10, end=11, next=20), (7, 4, 0, 0)),  # all of it before
         (TWO, (2, 8, 2, 0)),  # two at once count once; the second reaches beyond the gradients
         (report([(2, 2, 4), (6, 6, 8)], computed=10, end=10, next=11), (6, 4, 0, 0)),  # a gap between them
-        # What travels in no bucket, together with a bucket and behind it.
+        # What travels in no bucket, together with a bucket and after it.
         (report([(2, 2, 6)], computed=5, end=12, next=12, rest_start=5, rest_end=10), (4, 3, 5, 0)),
         (report([(2, 2, 8)], computed=9, end=10, next=12, blocked=5), (4, 1, 5, 0)),  # backward waits for a collective
         (report([(4, 5, 9)], computed=10, end=11, next=20, gather_before=3, gather_after=5), (4, 4, 3, 0)),
@@ -171,7 +171,7 @@ class Rows(nn.Module):
 @pytest.mark.parametrize(("module", "unused"), [(Rows(), False), (TwoLayers(second_only=True), True)])
 @on_ranks(2)
 def test_the_wait_for_what_travels_in_no_bucket_is_exposed(rank: int, module: Any, unused: bool) -> None:
-    """Rank 0's buckets arrive at once: rank 1 is late with what it sends behind them."""
+    """Rank 0's buckets arrive at once: rank 1 is late with what it sends after them."""
     model = fastddp.DistributedDataParallel(module, bucket_cap_mb=1e-6, find_unused_parameters=unused)
     model.sample_steps(1)
     found = []
