@@ -34,8 +34,8 @@ class Coded:
 
     number: Number
     gradients: list[tuple[Tensor, int]]
+    before: Tensor
     error: Tensor
-    kept: Tensor
     wire: Tensor
     target: Tensor
     shards: list[Tensor]
@@ -51,14 +51,14 @@ class Coded:
             block += -(-size // BLOCK)
         groups = -(-block // 4)
         wire = torch.zeros(groups * 4 * (BLOCK + 4), dtype=torch.uint8, device=device)
-        error = (1e-3 * torch.randn(groups * 4 * BLOCK, generator=generator)).to(device)
+        before = (1e-3 * torch.randn(groups * 4 * BLOCK, generator=generator)).to(device)
         # Scales first: any bytes are numbers of int8 and, with the highest bits of exponents cleared, of floats.
         shards = []
         for _ in range(SHARDS):
             shard = torch.randint(256, wire.shape, generator=generator, dtype=torch.uint8) & 0xBF
             shard.view(groups, -1)[:, :16].view(torch.float32).copy_(torch.rand(groups, 4, generator=generator))
             shards.append(shard.to(device))
-        return cls(number, gradients, error, torch.zeros_like(error), wire, torch.zeros_like(wire), shards)
+        return cls(number, gradients, before, torch.zeros_like(before), wire, torch.zeros_like(wire), shards)
 
     @property
     def elements(self) -> int:
@@ -71,7 +71,7 @@ class Coded:
         errors = 2 * 4 * self.error.numel()
         wire = self.wire.numel()
         return {
-            "encode": gradients + errors + 4 * self.error.numel() + wire,
+            "encode": gradients + errors + wire,
             "add": SHARDS * wire + errors + wire,
             "decode": wire + gradients,
         }[operation]
@@ -80,7 +80,7 @@ class Coded:
 def call(kernels: _C.Block8Kernels, operation: str, coded: Coded) -> None:
     """What is timed, and compared."""
     if operation == "encode":
-        kernels.encode(coded.gradients, coded.error, coded.wire, SCALE, kept=coded.kept)
+        kernels.encode(coded.gradients, coded.error, coded.wire, SCALE, before=coded.before)
     elif operation == "add":
         kernels.add(coded.shards, coded.target, coded.error)
     else:
@@ -100,7 +100,7 @@ def wrong_contestants(operation: str, number: Number, dtype: torch.dtype, device
     expected = Coded.make(0.1, number, dtype, torch.device("cpu"))
     form = reference.Format(number, BLOCK)
     if operation == "encode":
-        reference.encode(form, expected.gradients, expected.error, expected.wire, SCALE, kept=expected.kept)
+        reference.encode(form, expected.gradients, expected.error, expected.wire, SCALE, before=expected.before)
     elif operation == "add":
         reference.add(form, expected.shards, expected.target, expected.error)
     else:

@@ -64,31 +64,30 @@ def encode(
     wire: Tensor,
     scale: float = 1.0,
     key: int | None = None,
-    kept: Tensor | None = None,
+    before: Tensor | None = None,
 ) -> None:
-    """Write the bytes of y = gradient * scale + error, with zeros after a gradient, to the wire; error = y - value.
+    """Write the bytes of y = gradient * scale + before, with zeros after a gradient, to the wire; error = y - value.
 
     Args:
         form: of the wire.
         gradients: N pairs of a gradient, [elements], fp32, fp16 or bf16, and its first block in the wire.
-        error: changed in place; 0 in a block that is not finite. None: nothing is added, and no error is remembered.
+        error: written; 0 in a block that is not finite. None: nothing is added, and no error is remembered.
         wire: only the blocks of these gradients are written.
         scale: of the gradients.
         key: 64 bits; round stochastically, by draws from them. None: round to nearest, ties to even.
-        kept: like ``error``; gets the former error in the blocks of these gradients. None: it is not needed.
+        before: the errors so far, like ``error``. None: they are in ``error``.
 
     Example: int8, blocks of 128, gradients [2, -4] and [127, 0.75] at blocks 0 and 1, scale 0.5, no error: the scales
     are 2/127 and 0.5; the blocks begin with [64, -127] and [127, 1], and zeros follow.
     """
     scales, bytes_ = _parts(form, wire)
     errors = None if error is None else error.view(-1, form.block)
+    earlier = errors if before is None else before.view(-1, form.block)
     for gradient, first in gradients:
         own = slice(first, first + form.blocks_of(gradient.numel()))
         y = _in_blocks(form, gradient) * _fp32(scale)
         if errors is not None:
-            if kept is not None:
-                kept.view(-1, form.block)[own] = errors[own]
-            y = y + errors[own]
+            y = y + earlier[own]
         of_blocks, numbers, values = _quantised(form, y, key, first * form.block)
         _write(scales, bytes_, own, of_blocks, numbers)
         if errors is not None:

@@ -1,6 +1,6 @@
 """Triton kernels of PowerSGD: all gradients of a bucket as products of thin matrices, one launch a step.
 
-    compress:     M = memory + gradient, rounded once to the memory's dtype; memory = M.  P = scale * M Q^T
+    compress:     memory = M = before + gradient, rounded once to the memory's dtype.  P = scale * M Q^T
     project:      partial sums of P^T M, one for each range of rows
     sum_partials: Q = scale * (the sum of the partial sums), in a fixed order
     reconstruct:  gradient = P Q, rounded once.  memory = M - gradient, 0 where that is not finite
@@ -22,13 +22,14 @@ launch appends Triton's two scratch pointers, both null::
 ``matrices`` has one row for each gradient of the bucket:
 
     word 0  address of the gradient. 0: there is none; compress takes it as zeros, reconstruct does not write it
-    word 1  address of the memory (the error of earlier windows, which becomes M). 0: no error feedback; M is the
-            gradient. Gradient and memory have the launch's DTYPE
+    word 1  address of the memory, which becomes M, then the new error. 0: no error feedback; M is the gradient.
+            Gradient, memory and ``before`` have the launch's DTYPE
     word 2  address of P
     word 3  address of Q
     word 4  n
     word 5  m
     word 6  r, 1 .. R
+    word 7  address of ``before``, the error of earlier windows, which may be the memory's. Only compress reads it
 
 ``blocks`` differs between kernels. Row b says what program b works on, a rectangle of one gradient:
 
@@ -80,7 +81,7 @@ ELEMENTS = 128
 PROJECT_WARPS = 1
 """Warps of a program of project. The other kernels have the usual number."""
 
-MATRIX_WORDS = 7
+MATRIX_WORDS = 8
 BLOCK_WORDS = 6
 SUM_WORDS = 4
 LARGEST_RANK = 32
@@ -134,6 +135,7 @@ def _pointer(address, DTYPE: tl.constexpr, BYTES: tl.constexpr):
 @triton.jit
 def _compress_block(
     gradient,
+    before,
     memory,
     p,
     q,
@@ -154,6 +156,7 @@ def _compress_block(
     BYTES: tl.constexpr = _ACCESS_BYTES if ALIGNED else 1
     width = columns // VECTOR * VECTOR
     gradient_pointer = _pointer(gradient, DTYPE, BYTES)
+    before_pointer = _pointer(before, DTYPE, BYTES)
     memory_pointer = _pointer(memory, DTYPE, BYTES)
     q_pointer = _pointer(q, tl.float32, BYTES)
     line = tl.arange(0, _ROWS)
@@ -169,7 +172,7 @@ def _compress_block(
         values = tl.load(
             gradient_pointer + offsets + column, mask=live & (gradient != 0), other=0.0, eviction_policy="evict_first"
         )
-        error = tl.load(memory_pointer + offsets + column, mask=live & (memory != 0), other=0.0)
+        error = tl.load(before_pointer + offsets + column, mask=live & (before != 0), other=0.0)
         rounded = (error.to(tl.float32) + values.to(tl.float32)).to(DTYPE)
         tl.store(memory_pointer + offsets + column, rounded, mask=live & (memory != 0))
         matrix = rounded.to(tl.float32)
@@ -189,9 +192,9 @@ def _compress_block(
 
 @triton.jit(repr=_name("compress"), do_not_specialize=["matrices", "blocks"])
 def compress_kernel(matrices, blocks, scale: tl.float64, DTYPE: tl.constexpr, R: tl.constexpr):
-    """Add the gradient to the memory, which is then M, and multiply M with Q^T. A program has whole rows.
+    """Add the gradient to ``before``, which gives M, and multiply M with Q^T. A program has whole rows.
 
-    Example: gradient [[1, 2], [3, 4]], memory [[1, 0], [0, 1]], Q [[1, 1]] and scale 0.5 give the memory
+    Example: gradient [[1, 2], [3, 4]], before [[1, 0], [0, 1]], Q [[1, 1]] and scale 0.5 give the memory
     [[2, 2], [3, 5]] and P [[2], [4]].
     """
     block = blocks + tl.program_id(0).to(tl.int64) * _BLOCK_WORDS
@@ -204,11 +207,12 @@ def compress_kernel(matrices, blocks, scale: tl.float64, DTYPE: tl.constexpr, R:
     q = tl.load(matrix + 3)
     columns = tl.load(matrix + 5)
     rank = tl.load(matrix + 6)
+    before = tl.load(matrix + 7)
     factor = tl.full((), scale, tl.float32)
-    if (gradient | memory | q | (columns * (DTYPE.primitive_bitwidth // 8))) % _ACCESS_BYTES == 0:
-        _compress_block(gradient, memory, p, q, row, rows, columns, rank, factor, DTYPE, R, True)
+    if (gradient | before | memory | q | (columns * (DTYPE.primitive_bitwidth // 8))) % _ACCESS_BYTES == 0:
+        _compress_block(gradient, before, memory, p, q, row, rows, columns, rank, factor, DTYPE, R, True)
     else:
-        _compress_block(gradient, memory, p, q, row, rows, columns, rank, factor, DTYPE, R, False)
+        _compress_block(gradient, before, memory, p, q, row, rows, columns, rank, factor, DTYPE, R, False)
 
 
 @triton.jit

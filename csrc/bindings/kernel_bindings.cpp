@@ -59,10 +59,13 @@ std::tuple<std::map<std::string, Words>, std::optional<c10::ScalarType>, std::op
 
 using GivenMatrix = std::tuple<OptionalTensor, OptionalTensor, at::Tensor, at::Tensor>;  // gradient, memory, p, q
 
-std::vector<LowRankMatrix> low_rank_matrices(const std::vector<GivenMatrix>& given) {
+// `before`: by matrix; without: the memory.
+std::vector<LowRankMatrix> low_rank_matrices(const std::vector<GivenMatrix>& given, const OptionalTensors& before = {}) {
   std::vector<LowRankMatrix> result;
   for (const auto& [gradient, memory, p, q] : given) {
-    result.push_back({gradient.value_or(at::Tensor()), memory.value_or(at::Tensor()), p, q});
+    const auto none = at::Tensor();
+    const auto earlier = before.empty() ? memory : before.at(result.size());
+    result.push_back({gradient.value_or(none), memory.value_or(none), p, q, earlier.value_or(none)});
   }
   return result;
 }
@@ -168,10 +171,10 @@ void bind_kernels(py::module_& m) {
       .def_static("of_operators", &make_aten_low_rank_kernels, "Those made of torch's operators.")
       .def(
           "compress",
-          [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices, double scale) {
-            kernels.compress(low_rank_matrices(matrices), scale);
-          },
-          py::arg("matrices"), py::arg("scale") = 1.0, no_gil)
+          [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices, double scale,
+             const OptionalTensors& before) { kernels.compress(low_rank_matrices(matrices, before), scale); },
+          py::arg("matrices"), py::arg("scale") = 1.0, py::arg("before") = OptionalTensors(), no_gil,
+          "`before`: the errors so far, by matrix; none: those in memory.")
       .def(
           "project",
           [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices, double scale) {
@@ -214,12 +217,12 @@ void bind_kernels(py::module_& m) {
       .def(
           "encode",
           [](Block8Kernels& kernels, const Blocked& gradients, const OptionalTensor& error, const at::Tensor& wire,
-             double scale, std::optional<uint64_t> key, const OptionalTensor& kept) {
-            const auto none = at::Tensor();
-            kernels.encode(blocked(gradients), error.value_or(none), kept.value_or(none), wire, scale, rounding(key));
+             double scale, std::optional<uint64_t> key, const OptionalTensor& before) {
+            const auto own = error.value_or(at::Tensor());
+            kernels.encode(blocked(gradients), before.value_or(own), own, wire, scale, rounding(key));
           },
           py::arg("gradients"), py::arg("error"), py::arg("wire"), py::arg("scale") = 1.0, py::arg("key") = py::none(),
-          py::arg("kept") = py::none(), no_gil)
+          py::arg("before") = py::none(), no_gil, "`before`: the errors so far; None: those in `error`.")
       .def(
           "add",
           [](Block8Kernels& kernels, const Tensors& shards, const at::Tensor& target, const OptionalTensor& error,
@@ -244,8 +247,9 @@ void bind_kernels(py::module_& m) {
         py::arg("writable"), no_gil);
   m.def(
       "low_rank_tables",
-      [](const std::vector<GivenMatrix>& given, int64_t rows, int64_t columns, int64_t step, int64_t elements) {
-        const auto all = low_rank_matrices(given);
+      [](const std::vector<GivenMatrix>& given, int64_t rows, int64_t columns, int64_t step, int64_t elements,
+         const OptionalTensors& before) {
+        const auto all = low_rank_matrices(given, before);
         return std::map<std::string, Words>{{"matrices", matrix_words(all)},
                                             {"compress", compress_blocks(all, rows)},
                                             {"reconstruct", reconstruct_blocks(all, rows, columns)},
@@ -253,7 +257,8 @@ void bind_kernels(py::module_& m) {
                                             {"sums", sums(all, step, elements)},
                                             {"partials", {partial_numbers(all, step)}}};
       },
-      py::arg("matrices"), py::arg("rows"), py::arg("columns"), py::arg("step"), py::arg("elements"), no_gil);
+      py::arg("matrices"), py::arg("rows"), py::arg("columns"), py::arg("step"), py::arg("elements"),
+      py::arg("before") = OptionalTensors(), no_gil);
   m.def(
       "basis_tables",
       [](const std::vector<at::Tensor>& bases, int64_t lines) {

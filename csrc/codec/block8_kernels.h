@@ -58,9 +58,9 @@ class Block8Kernels {
  public:
   virtual ~Block8Kernels() = default;
 
-  // y = gradient * scale + error; kept = error; wire = y as above; error = y - value, 0 in a block that is not finite. Writes
-  // only the blocks of `gradients`; the maker of the wire zeroes the others once. `kept`: like `error`; undefined: none.
-  virtual void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& kept,
+  // y = gradient * scale + before; wire = y as above; error = y - value, 0 in a block that is not finite. Writes only the blocks
+  // of `gradients`; the maker of the wire zeroes the others once. `before`: the errors so far; it may be `error`.
+  virtual void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& before, const at::Tensor& error,
                       const at::Tensor& wire, double scale, Rounding rounding) = 0;
 
   // y = 0 plus the values of `shards` (parts of wires) in their order, in fp32; target = y as above; error += y - value, except

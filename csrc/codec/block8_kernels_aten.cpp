@@ -37,7 +37,7 @@ class AtenBlock8Kernels : public Block8Kernels {
  public:
   explicit AtenBlock8Kernels(Block8 format) : format_(format), bits_(bits_of(format.number)) {}
 
-  void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& kept,
+  void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& before, const at::Tensor& error,
               const at::Tensor& wire, double scale, Rounding rounding) override {
     const c10::OptionalDeviceGuard guard(wire.device());
     for (const auto& of : gradients) {
@@ -46,11 +46,9 @@ class AtenBlock8Kernels : public Block8Kernels {
       const auto of_these = [&](const at::Tensor& all) {
         return all.view({-1, format_.block}).narrow(0, begin, count);
       };
-      auto own = error.defined() ? of_these(error) : at::Tensor();
-      if (kept.defined()) of_these(kept).copy_(own);
-      if (own.defined()) y = y + own;
+      if (before.defined()) y = y + of_these(before);
       const auto left = write(y, wire, begin, rounding, begin * format_.block);
-      if (own.defined()) own.copy_(left);
+      if (error.defined()) of_these(error).copy_(left);
     }
   }
 

@@ -57,17 +57,18 @@ class CpuBlock8Kernels : public Block8Kernels {
   CpuBlock8Kernels(Block8 format, int64_t most_vector_bits)
       : format_(format), loops_(loops_of(format.number, most_vector_bits)) {}
 
-  void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& kept,
+  void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& before, const at::Tensor& error,
               const at::Tensor& wire, double scale, Rounding rounding) override {
     auto* const bytes = wire.data_ptr<uint8_t>();
+    const auto* const errors_before = error_of(before);
     auto* const errors = error_of(error);
-    auto* const keeps = error_of(kept);
     for_blocks(gradients, [&](const BlockRun& run, int64_t block, const float* gradient) {
       float y[kMostInBlock], lost[kMostInBlock];
       auto* const own = errors == nullptr ? nullptr : errors + block * format_.block;
+      const auto* const old = errors_before == nullptr ? nullptr : errors_before + block * format_.block;
       if (own != nullptr) fetch_soon_for_writing(own, format_.block);
-      if (keeps != nullptr) std::copy_n(own, format_.block, keeps + block * format_.block);
-      const auto most = loops_.add_error(gradient, own, static_cast<float>(scale), y, format_.block);
+      if (old != own) fetch_soon(old, format_.block);
+      const auto most = loops_.add_error(gradient, old, static_cast<float>(scale), y, format_.block);
       const auto first = static_cast<uint32_t>(block * format_.block);
       const auto of_block =
           loops_.encode(y, most, own == nullptr ? lost : own, places_.bytes(bytes, block), format_.block,

@@ -71,18 +71,18 @@ class GpuBlock8Kernels : public Block8Kernels {
         launcher_(device, driver),
         scratch_(device, purpose) {}
 
-  void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& error, const at::Tensor& kept,
+  void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& before, const at::Tensor& error,
               const at::Tensor& wire, double scale, Rounding rounding) override {
     const auto* kernel = find("encode", gradients, wire, error, rounding.has_value());
-    if (kernel == nullptr) return otherwise_->encode(gradients, error, kept, wire, scale, rounding);
+    if (kernel == nullptr) return otherwise_->encode(gradients, before, error, wire, scale, rounding);
     const auto tables = of_call(encode_, gradients.front().first_block).refresh(gradients, format_, kernel->tile.at(0));
     launch_or_else(
         {kernel},
         [&] {
-          launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), pointer_or_null(error), pointer_or_null(kept),
+          launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), pointer_or_null(before), pointer_or_null(error),
                         tables.gradients, tables.runs, scale, key_of(rounding));
         },
-        [&] { otherwise_->encode(gradients, error, kept, wire, scale, rounding); });
+        [&] { otherwise_->encode(gradients, before, error, wire, scale, rounding); });
   }
 
   void add(const std::vector<at::Tensor>& shards, const at::Tensor& target, const at::Tensor& error, Rounding rounding,

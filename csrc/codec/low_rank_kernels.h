@@ -15,11 +15,12 @@ namespace fastddp {
 struct LowRankMatrix {
   // [rows, columns], contiguous, fp32, fp16, bf16 or fp64. In the order of the parameter's memory.
   at::Tensor gradient;
-  // Like the gradient: the error of earlier windows. compress() turns it into M = gradient + error, reconstruct() into the
-  // new error. Undefined without error feedback: then M is the gradient.
+  // Like the gradient: compress() writes M = gradient + `before` to it, reconstruct() the new error. Undefined without error
+  // feedback: then M is the gradient.
   at::Tensor memory;
-  at::Tensor p;  // [rows, rank], contiguous
-  at::Tensor q;  // [rank, columns], contiguous: row i is the i-th vector
+  at::Tensor p;       // [rows, rank], contiguous
+  at::Tensor q;       // [rank, columns], contiguous: row i is the i-th vector
+  at::Tensor before;  // like the memory, which it may be: the error of earlier windows. compress() alone reads it
 };
 
 constexpr int kMostVectors = 32;
@@ -35,7 +36,7 @@ class LowRankKernels {
  public:
   virtual ~LowRankKernels() = default;
 
-  // memory += gradient, p = scale * M q^T.
+  // memory = M = before + gradient, p = scale * M q^T.
   virtual void compress(const std::vector<LowRankMatrix>& matrices, double scale) = 0;
 
   // q = scale * p^T M.

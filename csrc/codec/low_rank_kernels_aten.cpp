@@ -41,6 +41,7 @@ class AtenLowRankKernels : public LowRankKernels {
   void compress(const std::vector<LowRankMatrix>& matrices, double scale) override {
     for (const auto& matrix : matrices) {
       const c10::OptionalDeviceGuard guard(matrix.p.device());
+      if (matrix.memory.defined() && !matrix.memory.is_same(matrix.before)) matrix.memory.copy_(matrix.before);
       if (matrix.memory.defined() && matrix.gradient.defined()) matrix.memory.add_(matrix.gradient);
       auto p = matrix.p;
       at::mm_out(p, m_of(matrix).to(p.scalar_type()), matrix.q.t());

@@ -28,6 +28,7 @@ struct View {
         rank(static_cast<int>(matrix.q.size(0))),
         gradient(matrix.gradient.defined() ? matrix.gradient.data_ptr<T>() : nullptr),
         memory(matrix.memory.defined() ? matrix.memory.data_ptr<T>() : nullptr),
+        before(matrix.before.defined() ? matrix.before.data_ptr<T>() : nullptr),
         p(matrix.p.data_ptr<C>()),
         q(matrix.q.data_ptr<C>()),
         vector_columns(vectorised() ? columns / kColumnsAtOnce * kColumnsAtOnce : 0) {}
@@ -46,6 +47,7 @@ struct View {
   int rank;
   T* gradient;
   T* memory;
+  const T* before;
   C* p;
   C* q;
   int64_t vector_columns;  // scalar loops do the other columns

@@ -150,7 +150,7 @@ class GpuLowRankKernels : public LowRankKernels {
     auto dtype = c10::ScalarType::Undefined;
     for (const auto& matrix : matrices) {
       rank = std::max(rank, matrix.p.size(1));
-      for (const auto& tensor : {matrix.gradient, matrix.memory}) {
+      for (const auto& tensor : {matrix.gradient, matrix.memory, matrix.before}) {
         if (!tensor.defined()) continue;
         if (dtype == c10::ScalarType::Undefined) dtype = tensor.scalar_type();
         if (tensor.scalar_type() != dtype || tensor.is_neg() || !tensor.is_contiguous()) return nullptr;

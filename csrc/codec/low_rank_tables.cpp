@@ -64,7 +64,7 @@ Words matrix_words(const std::vector<LowRankMatrix>& matrices) {
   for (const auto& matrix : matrices) {
     const auto [rows, columns, rank] = shape_of(matrix);
     words.insert(words.end(), {address(matrix.gradient), address(matrix.memory), address(matrix.p), address(matrix.q),
-                               rows, columns, rank});
+                               rows, columns, rank, address(matrix.before)});
   }
   return words;
 }

@@ -43,16 +43,18 @@ class _Matrices:
         self.ranks = itertools.cycle(dict.fromkeys((rank, rank // 2 + 1, 1)))  # all of which take one kernel
         self.random = random_numbers()
         self.all: list[Matrix] = []
+        self.before: list[Tensor | None] = []  # by matrix
 
-    def add(self, rows: int, columns: int, shifts: tuple[int, int, int, int] = (0, 0, 0, 0)) -> None:
+    def add(self, rows: int, columns: int, shifts: Sequence[int] = (0, 0, 0, 0, 0)) -> None:
         rank, most = next(self.ranks), 127 if self.dtype == torch.bfloat16 else 1023
-        shapes = ((rows, columns), (rows, columns), (rows, rank), (rank, columns))
-        dtypes = (self.dtype, self.dtype, torch.float32, torch.float32)
+        shapes = ((rows, columns), (rows, columns), (rows, rank), (rank, columns), (rows, columns))
+        dtypes = _dtypes_of_parts(self.dtype)
         numbers = [
             self.memory.put(whole(shape, dtype, self.random, largest), shift)
-            for shape, dtype, largest, shift in zip(shapes, dtypes, (most, most, 2, 3), shifts, strict=True)
+            for shape, dtype, largest, shift in zip(shapes, dtypes, (most, most, 2, 3, most), shifts, strict=True)
         ]
         self.all.append((numbers[0], numbers[1], numbers[2], numbers[3]))
+        self.before.append(numbers[4])
 
     def of_every_size(self) -> None:
         for rows, columns in _SHAPES:
@@ -60,11 +62,11 @@ class _Matrices:
 
     def anywhere(self) -> None:
         self.add(5, 24)
-        for part, dtype in enumerate((self.dtype, self.dtype, torch.float32, torch.float32)):
+        for part, dtype in enumerate(_dtypes_of_parts(self.dtype)):
             for (shift,) in itertools.islice(offsets(dtype), 1, None):
-                at = [0, 0, 0, 0]
+                at = [0, 0, 0, 0, 0]
                 at[part] = shift
-                self.add(5, 24, (at[0], at[1], at[2], at[3]))
+                self.add(5, 24, at)
 
     def without_gradient(self) -> None:
         for rows, columns in _SMALL_SHAPES:
@@ -75,6 +77,12 @@ class _Matrices:
         for rows, columns in _SMALL_SHAPES:
             self.add(rows, columns)
         self.all = [(gradient, None, p, q) for gradient, _, p, q in self.all]
+        self.before = [None] * len(self.all)
+
+    def in_place(self) -> None:
+        for rows, columns in _SMALL_SHAPES:
+            self.add(rows, columns)
+        self.before = [memory for _, memory, _, _ in self.all]
 
     def special(self) -> None:
         for rows, columns in _SMALL_SHAPES:
@@ -87,12 +95,16 @@ class _Matrices:
                 memory[4, row] = value
 
 
+def _dtypes_of_parts(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    return dtype, dtype, torch.float32, torch.float32, dtype
+
+
 def _powersgd(what: str, dtype: torch.dtype, rank: int, fills: Sequence[Callable[..., None]], call: Any) -> Trial:
     def making(fill: Callable[..., None]) -> Callable[[Memory], tuple[Any, ...]]:
         def make(memory: Memory) -> tuple[Any, ...]:
             matrices = _Matrices(memory, dtype, rank)
             fill(matrices)
-            return (matrices.all,)
+            return matrices.all, matrices.before
 
         return make
 
@@ -113,17 +125,17 @@ _FILLS = (_Matrices.of_every_size, _Matrices.anywhere, _Matrices.without_gradien
 def compress(dtype: torch.dtype, rank: int) -> Trial:
     """Of PowerSGD's first step."""
 
-    def call(kernels: Any, matrices: Any) -> Sums:
-        kernels.compress(matrices, 0.5)
+    def call(kernels: Any, matrices: Any, before: Any) -> Sums:
+        kernels.compress(matrices, 0.5, before)
         return ()
 
-    return _powersgd("compress", dtype, rank, _FILLS, call)
+    return _powersgd("compress", dtype, rank, (*_FILLS, _Matrices.in_place), call)
 
 
 def project(dtype: torch.dtype, rank: int) -> Trial:
     """Of the two kernels of PowerSGD's third step."""
 
-    def call(kernels: Any, matrices: Any) -> Sums:
+    def call(kernels: Any, matrices: Any, _: Any) -> Sums:
         kernels.project(matrices, 0.25)
         return ()
 
@@ -133,7 +145,7 @@ def project(dtype: torch.dtype, rank: int) -> Trial:
 def reconstruct(dtype: torch.dtype, rank: int) -> Trial:
     """Of PowerSGD's last step."""
 
-    def call(kernels: Any, matrices: Any) -> Sums:
+    def call(kernels: Any, matrices: Any, _: Any) -> Sums:
         squares, odd = kernels.reconstruct(matrices).tolist()
         return [(squares, odd)]
 
@@ -266,13 +278,13 @@ def encode(dtype: torch.dtype, number: str, block: int, drawn: bool) -> Trial:
     """Of the kernel that makes bytes of gradients."""
     key = _KEY if drawn else None
 
-    def making(fill: _Fill, error: int | None, kept: int | None) -> Callable[[Memory], tuple[Any, ...]]:
+    def making(fill: _Fill, before: int | None, error: int | None) -> Callable[[Memory], tuple[Any, ...]]:
         def make(memory: Memory) -> tuple[Any, ...]:
             blocked = _Blocked(memory, dtype, block)
             fill(blocked)
-            errors = None if error is None else blocked.errors(error)
-            room = None if kept is None else memory.take((blocked.groups * 4 * block,), torch.float32, kept)
-            return blocked.gradients, errors, blocked.wire(), 1 / 3, key, room
+            errors = None if before is None else blocked.errors(before)
+            room = None if error is None else memory.take((blocked.groups * 4 * block,), torch.float32, error)
+            return blocked.gradients, errors if room is None else room, blocked.wire(), 1 / 3, key, errors
 
         return make
 
@@ -283,12 +295,12 @@ def encode(dtype: torch.dtype, number: str, block: int, drawn: bool) -> Trial:
     places = ((None, None), (0, None), (0, 0), (1, 0), (0, 1))
     cases = [
         Case(
-            f"{fill.__name__.replace('_', ' ')}, {_described('errors', error)}, {_described('kept ones', kept)}",
-            making(fill, error, kept),
+            f"{fill.__name__.replace('_', ' ')}, {_described('errors', before)}, {_described('others', error)}",
+            making(fill, before, error),
             call,
         )
-        for fill, (error, kept) in itertools.product(_FILLS_OF_BLOCKS, places)
-        if fill is _Blocked.anywhere or error == kept
+        for fill, (before, error) in itertools.product(_FILLS_OF_BLOCKS, places)
+        if fill is _Blocked.anywhere or before == error
     ]
     return _of_block8(f"encode{' by draws' if drawn else ''} of {short(dtype)} by", number, block, cases)
 

@@ -57,13 +57,13 @@ def check(
 ) -> None:
     """A window on one rank: encode, with errors and without, and decode."""
     expected, without = (Given(form, gradients, **places) for _ in range(2))
-    reference.encode(form, expected.gradients, expected.error, expected.wire, scale, key, expected.kept)
+    reference.encode(form, expected.gradients, expected.error, expected.wire, scale, key, expected.before)
     reference.encode(form, without.gradients, None, without.wire, scale, key)
     encoded = expected.wire.clone()
     reference.decode(form, expected.gradients, expected.wire)
     for kernels in kind:
         given, alone = (Given(form, gradients, **places) for _ in range(2))
-        kernels.encode(form, given.gradients, given.error, given.wire, scale, key, given.kept)
+        kernels.encode(form, given.gradients, given.error, given.wire, scale, key, given.before)
         kernels.encode(form, alone.gradients, None, alone.wire, scale, key)
         alone.assert_equal(without)
         assert torch.equal(given.wire, encoded)
@@ -126,13 +126,13 @@ def test_worked_examples() -> None:
     form = Format("int8", 128)
     wire = torch.zeros(form.group_bytes, dtype=torch.uint8)
     gradients = [(torch.tensor([2.0, -4.0]), 0), (torch.tensor([127.0, 0.75]), 1)]
-    error, kept = torch.zeros(512), torch.ones(512)
+    error, earlier = torch.zeros(512), torch.ones(512)
     reference.encode(form, gradients, error, wire, 0.5)
     assert torch.equal(wire, blocks_that_begin(form, [[64, -127], [127, 1]], [2 / 127, 0.5]))
     assert error[128:131].tolist() == [0, -0.125, 0]
-    reference.encode(form, gradients[1:], error, wire, kept=kept)
-    assert kept[128:132].tolist() == [0, -0.125, 0, 0]
-    assert kept[:128].tolist() == [1] * 128, "another gradient's block"
+    reference.encode(form, gradients[1:], error, wire, 0.0, before=earlier)
+    assert torch.equal(wire, blocks_that_begin(form, [[64, -127], [127] * 128], [2 / 127, 1 / 127]))
+    assert error[:256].abs().max() < 1e-6
 
     shards = [blocks_that_begin(form, *rows) for rows in (([[127, 2]], [1.0]), ([[127, -1]], [0.5]))]
     reference.add(form, shards, wire, None)
@@ -240,7 +240,7 @@ def test_alignment_hints_are_given_when_true_and_only_then(shift: int, error_shi
     form = Format("int8", 128)
     given = Given(form, [random(size)], shift=shift, error_shift=error_shift, first=3)
     with alignment_hints() as hints:
-        interpreted.encode(form, given.gradients, given.error, given.wire, kept=given.kept)
+        interpreted.encode(form, given.gradients, given.error, given.wire, before=given.before)
         interpreted.decode(form, given.gradients, given.wire)
     # The wire and gradients in both, and in one errors, twice; element by element, the wire in four tiles.
     decodes = shift % 4 == 0 and size % 4 == 0

@@ -115,10 +115,10 @@ Program describe_run(const Launch& launch, const Form& form, int64_t number, boo
                      {"last_place", last % Block8::kBlocks},
                      {"tail", run.count % block},
                      {"gradient_offset", offset_of(address)},
-                     {"has_error", encodes && launch.pointer<char>(1) != nullptr},
-                     {"has_kept", encodes && launch.pointer<char>(2) != nullptr},
-                     {"error_offset", encodes ? offset_of(launch.pointer<char>(1)) : 0},
-                     {"kept_offset", encodes ? offset_of(launch.pointer<char>(2)) : 0},
+                     {"has_error", encodes && launch.pointer<char>(2) != nullptr},
+                     {"is_in_place", encodes && launch.pointer<char>(1) == launch.pointer<char>(2)},
+                     {"error_offset", encodes ? offset_of(launch.pointer<char>(2)) : 0},
+                     {"before_offset", encodes ? offset_of(launch.pointer<char>(1)) : 0},
                      {"draws", form.draws}},
                     {}};
   auto& outputs = described.outputs;
@@ -129,10 +129,8 @@ Program describe_run(const Launch& launch, const Form& form, int64_t number, boo
   }
   outputs["scale"] = Output::of(scale, 1, sizeof(float));
   outputs["result"] = Output::of(group + 16 + last % Block8::kBlocks * block, block, 1);
-  for (const auto& [name, argument] : {std::pair{"error", size_t{1}}, std::pair{"kept", size_t{2}}}) {
-    auto* errors = launch.pointer<float>(argument);
-    if (errors != nullptr) outputs[name] = Output::of(errors + run.block * block, blocks * block, sizeof(float));
-  }
+  auto* errors = launch.pointer<float>(2);
+  if (errors != nullptr) outputs["error"] = Output::of(errors + run.block * block, blocks * block, sizeof(float));
   return described;
 }
 

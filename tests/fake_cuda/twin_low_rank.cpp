@@ -19,6 +19,7 @@ struct MatrixRow {
   int64_t rows;
   int64_t columns;
   int64_t rank;
+  char* before;
 };
 struct BlockRow {
   int64_t matrix;
@@ -37,7 +38,7 @@ struct SumRow {
 
 // The parts of one matrix that one program works on, as tensors. Undefined: there is none.
 struct Part {
-  at::Tensor gradient, memory, p, q;
+  at::Tensor gradient, memory, before, p, q;
   const BlockRow& block;
   const MatrixRow& matrix;
 
@@ -45,6 +46,7 @@ struct Part {
       : block(launch.row<BlockRow>(1, program)), matrix(launch.row<MatrixRow>(0, block.matrix)) {
     gradient = rectangle(launch, matrix.gradient, dtype);
     memory = rectangle(launch, matrix.memory, dtype);
+    before = rectangle(launch, matrix.before, dtype);
     p = launch.elements(matrix.p + block.row * matrix.rank, block.rows * matrix.rank, at::kFloat)
             .view({block.rows, matrix.rank});
     q = launch.elements(matrix.q, matrix.rank * matrix.columns, at::kFloat)
@@ -69,7 +71,7 @@ struct Part {
 
 void compress(const Launch& launch, int64_t program, c10::ScalarType dtype) {
   const Part part(launch, program, dtype);
-  if (part.memory.defined() && part.gradient.defined()) part.memory.add_(part.gradient);
+  if (part.memory.defined()) part.memory.copy_(part.gradient.defined() ? part.before + part.gradient : part.before);
   part.p.copy_(at::mm(part.m(), part.q.t()).mul_(launch.real(2)));
 }
 
@@ -126,6 +128,8 @@ Program describe(const Launch& launch, int64_t program, Step step, c10::ScalarTy
                      {"has_memory", matrix.memory != nullptr},
                      {"gradient_offset", offset_of(matrix.gradient)},
                      {"memory_offset", offset_of(matrix.memory)},
+                     {"before_offset", offset_of(matrix.before)},
+                     {"is_in_place", matrix.before == matrix.memory},
                      {"p_offset", offset_of(matrix.p)},
                      {"q_offset", offset_of(matrix.q)},
                      {"rows_are_aligned", matrix.columns * size % 16 == 0}},

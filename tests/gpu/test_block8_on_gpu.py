@@ -42,8 +42,8 @@ def test_windows(
     targets = [torch.zeros_like(given.wire) for given in both]
     for _ in range(2):
         for given, each in zip(both, kernels, strict=True):
-            error, kept = (given.error, given.kept) if errors else (None, None)
-            each.encode(given.gradients, error, given.wire, 1 / 3, key, kept)
+            error, before = (given.error, given.before) if errors else (None, None)
+            each.encode(given.gradients, error, given.wire, 1 / 3, key, before)
         both[1].assert_equal(both[0])
         for given, each, target in zip(both, kernels, targets, strict=True):
             each.add([given.wire] * 5, target, given.error if errors else None, key, 512)

@@ -38,8 +38,8 @@ class Given:
             block += form.blocks_of(gradient.numel()) + 1
         groups = -(-block // 4)
         given = torch.randn(groups * 4 * form.block, generator=torch.Generator().manual_seed(1)) * error
-        self.error = self._guarded(given, error_shift)
-        self.kept = self._guarded(torch.full_like(given, 5), error_shift)
+        self.before = self._guarded(given, error_shift)
+        self.error = self._guarded(torch.full_like(given, 5), error_shift)
         self.wire = self._guarded(torch.zeros(groups * form.group_bytes, dtype=torch.uint8), 0)
         assert self.wire.data_ptr() % 16 == 0
 

@@ -36,13 +36,13 @@ def encode(
     wire: Tensor,
     scale: float = 1.0,
     key: int | None = None,
-    kept: Tensor | None = None,
+    before: Tensor | None = None,
 ) -> None:
     given = tables(form, gradients)
     _launch(kernels.block8_encode_kernel, len(given[1]))(
         wire,
+        _or_null(error if before is None else before),
         _or_null(error),
-        _or_null(kept),
         *given,
         scale,
         _signed(key),

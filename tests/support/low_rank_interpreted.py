@@ -27,8 +27,8 @@ def table(words: Sequence[int], columns: int) -> Tensor:
 class Interpreted:
     """All matrices of a call have one dtype, fp32, fp16 or bf16."""
 
-    def compress(self, matrices: Sequence[Matrix], scale: float = 1.0) -> None:
-        self._run(low_rank.compress_kernel, matrices, "compress", scale, **constants(matrices))
+    def compress(self, matrices: Sequence[Matrix], scale: float = 1.0, before: Sequence[Tensor | None] = ()) -> None:
+        self._run(low_rank.compress_kernel, matrices, "compress", scale, before=before, **constants(matrices))
 
     def project(self, matrices: Sequence[Matrix], scale: float = 1.0) -> None:
         partials = torch.full((tables(matrices)["partials"][0],), torch.nan)
@@ -52,17 +52,25 @@ class Interpreted:
         basis.orthonormalise_kernel[grid](*given, first, second, epsilon, *refills, R=rank, LAST=False)
         basis.orthonormalise_kernel[grid](*given, second, first, 0.0, *refills, R=rank, LAST=True)
 
-    def _run(self, kernel: Any, matrices: Sequence[Matrix], name: str, *arguments: Any, **constants: Any) -> None:
-        words = tables(matrices)
+    def _run(
+        self,
+        kernel: Any,
+        matrices: Sequence[Matrix],
+        name: str,
+        *arguments: Any,
+        before: Sequence[Tensor | None] = (),
+        **constants: Any,
+    ) -> None:
+        words = tables(matrices, before)
         programs = table(words[name], low_rank.SUM_WORDS if name == "sums" else low_rank.BLOCK_WORDS)
         if len(programs) > 0:
             rows = table(words["matrices"], low_rank.MATRIX_WORDS)
             kernel[(len(programs),)](rows, programs, *arguments, **constants)
 
 
-def tables(matrices: Sequence[Matrix]) -> dict[str, list[int]]:
+def tables(matrices: Sequence[Matrix], before: Sequence[Tensor | None] = ()) -> dict[str, list[int]]:
     return _C.low_rank_tables(
-        list(matrices), low_rank.ROWS, low_rank.RECONSTRUCT_COLUMNS, low_rank.STEP, low_rank.ELEMENTS
+        list(matrices), low_rank.ROWS, low_rank.RECONSTRUCT_COLUMNS, low_rank.STEP, low_rank.ELEMENTS, before
     )
 
 
