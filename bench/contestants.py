@@ -47,10 +47,10 @@ class Step:
         self.module.zero_grad(set_to_none=True)
 
     def plans(self) -> dict[str, Any]:
-        """The sizes of the buckets now, and what auto_hook has decided, in words; if the wrapper tells."""
-        buckets, choice = (getattr(self.module, f"{of}_plan", lambda: None)() for of in ("bucket", "compression"))
+        """The sizes of the buckets now, if the wrapper tells."""
+        buckets = getattr(self.module, "bucket_plan", lambda: None)()
         sizes = None if buckets is None else [round(bucket.bytes / 2**20, 3) for bucket in buckets.buckets]
-        return {"buckets_mib": sizes} | ({} if choice is None else {"compression_plan": str(choice)})
+        return {"buckets_mib": sizes}
 
 
 class FlatAllReduce(Step):
@@ -107,7 +107,7 @@ def _powersgd(name: str, rank: int, batched: bool) -> Hook:
 
 def _stateless(name: str, check: Check, held_against: str, **options: Any) -> Hook:
     """One that takes no state."""
-    hook = f"{name}_hook" if name in ("allreduce", "auto") else f"{name}_compress_hook"
+    hook = f"{name}_hook" if name == "allreduce" else f"{name}_compress_hook"
     return Hook(name, lambda hooks: (None, getattr(hooks, hook)), check, held_against, **options)
 
 
@@ -122,8 +122,6 @@ _HOOKS = {
         _stateless("bf16", rounded_to(torch.bfloat16), "fp16", works_in_torch=lambda: dist.is_nccl_available()),
         _stateless("int8", eight_bits(1 / 254), "fp16", **_NOT_IN_TORCH),
         _stateless("fp8", eight_bits(1 / 28), "fp16", **_NOT_IN_TORCH),
-        # With its defaults: plain, 16 bits or int8. It measures eight steps, and looks at seven under its choice.
-        _stateless("auto", RANKS_AGREE, "fp16", warm_up=16, **_NOT_IN_TORCH),
     )
 }
 _POWERSGD = re.compile(r"(batched-)?powersgd([1-9]\d*)")

@@ -1,7 +1,7 @@
 """Where compressed gradients pay, and where they do not, held against bf16: `python -m bench.pays --help`.
 
 A cell is a model, a batch, a number of ranks and a network. In it fastddp takes steps with each wire (plain, bf16,
-int8, fp8, PowerSGD with 1 and 4 vectors, what auto_hook chooses), and with the same in two levels where machines have
+int8, fp8, PowerSGD with 1 and 4 vectors), and with the same in two levels where machines have
 several ranks each; torch's DDP and no DDP at all are there to compare with. Rounds, contestants and checks are those of
 `bench.step`, networks those of `bench.step --rate`: two network namespaces joined by a cable of that rate, which takes
 root. `--rate loopback` has none.
@@ -34,12 +34,12 @@ import torch.distributed as dist
 from bench import harness, network, pays_report, step, training
 from bench.cases import CASES, case_named
 from bench.losses import CLOSE, UNCOMPRESSED
-from bench.pays_report import AGAIN, AUTO, BASELINE, IN_TWO_LEVELS
+from bench.pays_report import AGAIN, BASELINE, IN_TWO_LEVELS
 from bench.tasks import TASKS
 
 MODULE = "bench.pays"
 WIRES = {"none": "plain", BASELINE: BASELINE, "int8": "int8", "fp8": "fp8"} | {
-    name: name for name in ("powersgd1", "powersgd4", AUTO)
+    name: name for name in ("powersgd1", "powersgd4")
 }
 NODES = "fastddp-nodes"  # in two levels
 _TWICE = "fastddp-bf16-again"

@@ -9,16 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench import harness
-from fastddp.comm_hooks import AutoState
-from fastddp.compression.choice import allowed
 
 Verdict = Literal["faster", "slower", "same", "never"]
 
 BASELINE = "bf16"
 AGAIN = f"{BASELINE}-again"
-AUTO = "auto"
-_DEFAULTS = AutoState()
-FIXED = tuple(allowed(_DEFAULTS.candidates, _DEFAULTS.error_budget))  # what auto_hook chooses from
 IN_TWO_LEVELS = "-nodes"  # at the end of what is exchanged in two levels
 
 _RED = "[bold red]{}[/]"
@@ -65,8 +60,6 @@ def verdict(ratio: float | None, floor: float) -> Verdict:
 def judged_steps(rows: Sequence[harness.Row]) -> list[harness.Row]:
     """The rows of one cell with how each contestant fares against bf16: `ratio_to_bf16`, `noise_floor`, `verdict`.
 
-    What auto_hook chose is also held against the best of what it may choose: `best_fixed`, `ratio_to_best_fixed`.
-
     >>> rows = [{"wire": "bf16", "samples_ms": [10.0, 10.2]}, {"wire": "bf16-again", "samples_ms": [10.0, 10.2]},
     ...         {"wire": "int8", "samples_ms": [12.0, 12.2]}]
     >>> [(row["wire"], row["ratio_to_bf16"], row["verdict"]) for row in judged_steps(rows)]
@@ -82,23 +75,8 @@ def judged_steps(rows: Sequence[harness.Row]) -> list[harness.Row]:
             "noise_floor": round(floor, 6),
             "verdict": verdict(ratios[row["wire"]], floor),
         }
-        | against_best_fixed(row["wire"], samples)
         for row in rows
     ]
-
-
-def against_best_fixed(wire: str, samples: Mapping[str, Sequence[float]]) -> harness.Row:
-    """Columns of auto_hook's rows; of others none.
-
-    >>> times = {"auto": [9.0, 9.0], "plain": [30.0, 30.0], "bf16": [10.0, 10.0], "int8": [8.0, 9.0], "fp8": [7.0, 7.0]}
-    >>> against_best_fixed("auto", times), against_best_fixed("int8", times)
-    ({'best_fixed': 'int8', 'ratio_to_best_fixed': 1.0625}, {})
-    """
-    if not wire.startswith(AUTO):
-        return {}
-    fixed = {name: samples[name] for name in (f"{one}{wire.removeprefix(AUTO)}" for one in FIXED)}
-    best = min(fixed, key=lambda name: statistics.median(fixed[name]))
-    return {"best_fixed": best, "ratio_to_best_fixed": round(harness.paired_ratio(samples[wire], fixed[best]), 6)}
 
 
 def smoothed(losses: Sequence[float], window: int) -> list[float]:

@@ -38,7 +38,7 @@ from fastddp import comm_hooks
 
 MODULE = "bench.training"
 _SEVERAL_VECTORS = ("powersgd1", "powersgd2", "powersgd4", "powersgd8", "torch-powersgd4")
-SETTINGS = (UNCOMPRESSED, "torch", NUDGED, *UNNOTICED, *_SEVERAL_VECTORS, "auto")
+SETTINGS = (UNCOMPRESSED, "torch", NUDGED, *UNNOTICED, *_SEVERAL_VECTORS)
 _POWERSGD = re.compile(r"(torch-)?powersgd([1-9]|[12]\d|3[012])")
 
 
@@ -183,9 +183,7 @@ def wrap(model: nn.Module, setting: str, power_sgd: PowerSGDOptions) -> nn.Modul
     if match:
         _register_power_sgd(ddp, comm_hooks, int(match[2]), power_sgd)
     elif setting not in (UNCOMPRESSED, NUDGED):
-        ddp.register_comm_hook(
-            None, getattr(comm_hooks, "auto_hook" if setting == "auto" else f"{setting}_compress_hook")
-        )
+        ddp.register_comm_hook(None, getattr(comm_hooks, f"{setting}_compress_hook"))
     return ddp
 
 

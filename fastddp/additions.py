@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastddp.bucket_plan import BucketPlan
-from fastddp.compression.auto import AutoSchedule
-from fastddp.compression.plan import CompressionPlan
 from fastddp.errors import see
 from fastddp.step_report import StepReport
 from fastddp.torch_compat.surface import TorchSurface
@@ -31,18 +29,6 @@ class Additions(TorchSurface):
         """
         setting = self.engine.now.setting
         return BucketPlan.of(setting.plan, setting.names, setting.parameters)
-
-    def compression_plan(self) -> CompressionPlan | None:
-        """What ``comm_hooks.auto_hook`` has decided about each bucket, and why. Not in torch.
-
-        The hook decides once, at the forward of the ninth step after its registration. Seven steps later it checks once
-        whether that was right.
-
-        Returns:
-            None without that hook, or while it still measures.
-        """
-        schedule = self.engine.schedule
-        return schedule.plan if isinstance(schedule, AutoSchedule) else None
 
     def sample_steps(self, every: int, *, compare_ranks: bool = False) -> None:
         """Take the times of each ``every``-th step, for :meth:`step_report`, the next step first. Not in torch.

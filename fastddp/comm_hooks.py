@@ -10,6 +10,7 @@ After :func:`fastddp.patch` torch's names stand for the functions of this module
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import batched_powerSGD_hook as _torchs_batched_power_sgd
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook as _torchs_power_sgd
 
-from fastddp.compression.auto import AutoSchedule
-from fastddp.compression.choice import vectors_of
-from fastddp.compression.state import AutoState
 from fastddp.errors import see
 from fastddp.exchange.block8 import Block8, Block8Schedule, BlockState, Number
 from fastddp.exchange.descriptions import AllReduce, CompressState, Exchange, Noop, PythonHook, Schedule, Setting
@@ -40,13 +38,11 @@ from fastddp.exchange.power_sgd_agreement import PowerSGDSchedule
 from fastddp.listing import names_near
 
 __all__ = [
-    "AutoState",
     "BlockState",
     "CompressState",
     "PostLocalSGDState",
     "PowerSGDState",
     "allreduce_hook",
-    "auto_hook",
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
@@ -81,7 +77,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
     """Let the gradients that ``hook`` exchanges travel in fp16.
 
     Args:
-        hook: a hook of this module then sends fp16; not ``auto_hook`` nor those of 8 bits. For any other function the
+        hook: a hook of this module then sends fp16; not those of 8 bits. For any other function the
             bucket is cast before the call and the result after it, as torch's function of this name does.
     """
     return _CompressWrapper(hook, torch.float16, "fp16_compress_wrapper_hook")
@@ -101,8 +97,8 @@ _BY_NAME: dict[str, Callable[[], tuple[object, Hook]]] = {
     "bf16": lambda: (None, bf16_compress_hook),
     "int8": lambda: (None, int8_compress_hook),
     "fp8": lambda: (None, fp8_compress_hook),
-    "auto": lambda: (None, auto_hook),
 }
+_POWERSGD = re.compile(r"powersgd([1-9]|[12]\d|3[0-2])")
 HOOK_NAMES = (*_BY_NAME, "powersgdN")
 
 
@@ -110,19 +106,19 @@ def hook_named(name: str) -> tuple[object, Hook]:
     """A state of its own, and the hook that this name stands for on command lines.
 
     Args:
-        name: "fp16", "bf16", "int8", "fp8", "auto", or "powersgdN" of rank N, 1 to 32.
+        name: "fp16", "bf16", "int8", "fp8" or "powersgdN" of rank N, 1 to 32.
 
     Raises:
         ValueError: there is no such name.
     """
     if name in _BY_NAME:
         return _BY_NAME[name]()
-    vectors = vectors_of(name) if isinstance(name, str) else None
-    if vectors is None:
+    powersgd = _POWERSGD.fullmatch(name) if isinstance(name, str) else None
+    if powersgd is None:
         raise ValueError(
             f"There is no hook {name!r}. {names_near(name, HOOK_NAMES)} (N vectors, 1 to 32.)" + see("FD024")
         )
-    return PowerSGDState(None, vectors), powerSGD_hook
+    return PowerSGDState(None, int(powersgd[1])), powerSGD_hook
 
 
 if not TYPE_CHECKING:  # mypy knows which names there are
@@ -144,8 +140,6 @@ def schedule(state: object, hook: Hook, of_model: OfModel) -> Schedule:
         ValueError: the annotations of ``hook`` name other types than a hook has.
     """
     check_hook(hook)
-    if hook is auto_hook:
-        return _auto(state, of_model)
     native = _native(state, hook, None, of_model.windows, of_model.setting)
     if native is not None:
         return native
@@ -175,8 +169,6 @@ def _native(
     state: object, hook: Hook, wire: torch.dtype | None, windows: Callable[[], int], setting: Callable[[], Setting]
 ) -> Schedule | None:
     if isinstance(hook, _CompressWrapper):
-        if hook.hook is auto_hook:
-            raise ValueError("auto_hook decides what is cast: register it without a wrapper." + see("FD037"))
         return _native(state, hook.hook, wire or hook.dtype, windows, setting)
     if hook in _WIRES:
         all_reduce = _all_reduce(state, hook, _WIRES[hook] or wire)
@@ -193,15 +185,6 @@ def _native(
     if hook in _TORCHS_POWER_SGD and not isinstance(state, TorchPowerSGDState):
         raise TypeError(_not_a(PowerSGDState, hook, state) + see("FD035"))
     return None
-
-
-def _auto(state: object, of_model: OfModel) -> AutoSchedule:
-    if state is None or isinstance(state, dist.ProcessGroup):
-        state = AutoState(state)
-    if not isinstance(state, AutoState):
-        raise TypeError(_not_a(AutoState, auto_hook, state) + see("FD035"))
-    state.belong_to(of_model.setting().names, of_model.setting().parameters, of_model.windows)
-    return AutoSchedule(state, of_model.setting, of_model.reducer)
 
 
 def _all_reduce(state: object, hook: Hook, wire: torch.dtype | None) -> AllReduce:
@@ -257,31 +240,6 @@ def _power_sgd(
     plain = AllReduce(state.process_group, wire)
     state.follow(windows, lambda: power_sgd.elements(setting()), lambda: power_sgd.allocate(setting()))
     return PowerSGDSchedule(state, plain, power_sgd, setting)
-
-
-def auto_hook(
-    state: AutoState | dist.ProcessGroup | None, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Let measurements decide how the gradients of each bucket travel: as they are, in 16 or 8 bits, or by PowerSGD.
-
-    The first eight steps are plain. Then the exchanges that the error budget allows are tried over the model's
-    network, for about two seconds, and each bucket gets the cheapest one that makes the step shorter. Seven steps
-    later, steps are compared with the plain ones: if they are slower by more than 3 %, compression ends for good.
-    ``model.compression_plan()`` has the decision and the reasons; rank 0 writes them to the logger "fastddp".
-
-    Capture a CUDA graph only after the sixteenth step. A registered hook runs natively, and is not called.
-
-    Args:
-        state: an :class:`AutoState`; a process group or None stands for one with its defaults.
-        bucket: as any hook's.
-
-    Raises:
-        TypeError: when it is registered: ``state`` is something else.
-        ValueError: when it is registered: inside a wrapper that casts, with ``bucket_cap_mb="auto"``, or with
-            ``gradient_average="sum"`` and a budget that allows PowerSGD.
-        RuntimeError: at the first forward, ranks were told different things; or the function was called.
-    """
-    raise RuntimeError(_not_to_be_called(auto_hook) + see("FD034"))
 
 
 def int8_compress_hook(

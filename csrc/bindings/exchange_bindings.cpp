@@ -5,7 +5,6 @@
 #include "bindings/bindings.h"
 #include "device/huge_pages.h"
 #include "pipeline/pipeline.h"
-#include "pipeline/trial.h"
 #include "transport/gather.h"
 #include "transport/outbox.h"
 
@@ -164,12 +163,6 @@ void bind_exchanges(py::module_& m) {
            }),
            py::arg("codec"), py::arg("transport"), no_gil)
       .def_static(
-          "per_bucket",
-          [](const std::vector<std::shared_ptr<Pipeline>>& pipelines, std::vector<size_t> of_buckets) {
-            return destroyed_without_gil(Pipeline::per_bucket(pipelines, std::move(of_buckets)));
-          },
-          py::arg("pipelines"), py::arg("of_buckets"), no_gil)
-      .def_static(
           "two_levels",
           [](const std::shared_ptr<Pipeline>& outer, const std::shared_ptr<Sharding>& shards,
              const c10::intrusive_ptr<c10d::ProcessGroup>& all, const Lanes& node, bool remembers, bool spreads) {
@@ -193,14 +186,6 @@ void bind_exchanges(py::module_& m) {
              return std::make_shared<RegisteredMemory>(RegisteredMemory{call, symmetric});
            }),
            py::arg("allocate"), py::kw_only(), py::arg("symmetric"));
-
-  py::class_<Trial, std::shared_ptr<Trial>>(m, "Trial", "What an exchange of one bucket takes; csrc/pipeline/trial.h.")
-      .def(py::init([](std::vector<at::Tensor> parameters, std::shared_ptr<Exchange> exchange) {
-             return destroyed_without_gil(std::make_unique<Trial>(std::move(parameters), std::move(exchange)));
-           }),
-           py::arg("parameters"), py::arg("exchange"), no_gil)
-      .def("seconds", &Trial::seconds, no_gil)
-      .def_property_readonly("gradients", &Trial::gradients);
 }
 
 }  // namespace fastddp

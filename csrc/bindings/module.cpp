@@ -154,8 +154,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("recording"), no_gil)
       .def(
           "ready_times", [](Reducer& reducer) { return reducer.observer()->ready_times().seconds(); }, no_gil)
-      .def(
-          "window_times", [](Reducer& reducer) { return reducer.observer()->ready_times().window_seconds(); }, no_gil)
       .def("set_expect", &Reducer::set_expect, py::arg("expect"), no_gil)
       .def(
           "knows_usage", [](Reducer& reducer) { return reducer.window()->knows_first(); }, no_gil)

@@ -70,7 +70,7 @@ class Block8Codec : public Codec, private Adder {
       : options_(options), format_(options.format), errors_(std::move(errors)), window_(options.first_window) {}
 
   void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>& units) override {
-    coded_ = std::vector<Coded>(buckets.empty() ? 0 : buckets.back()->index() + 1);
+    coded_ = std::vector<Coded>(buckets.size());
     for (auto* bucket : buckets) {
       bucket->set_wire_format({bucket->layout.gradient_dtype(), format_.block, format_.block});
       bucket->wire.disable();
@@ -320,7 +320,7 @@ class Block8Codec : public Codec, private Adder {
   const Block8Options options_;
   const Block8 format_;
   const std::shared_ptr<Block8Errors> errors_;
-  std::vector<Coded> coded_;  // by bucket, up to this codec's last one; empty for another codec's buckets
+  std::vector<Coded> coded_;  // by bucket
   uint64_t window_;           // the number of this window
 };
 

@@ -27,8 +27,7 @@ class Codec {
   // Whether it was made for such buckets. If not, another codec will be.
   virtual bool fits(const std::vector<Bucket>& buckets) const { return true; }
   // Sets the wire format of each bucket. Called between two windows, with a new plan or a new codec. `buckets` are in the plan's
-  // order. If several codecs share the plan, they are only this codec's buckets (Layout::count() is the number of all). `units`:
-  // by leg, wires are a multiple of so many elements.
+  // order. `units`: by leg, wires are a multiple of so many elements.
   virtual void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>& units) = 0;
 
   virtual size_t legs() const { return 1; }

@@ -17,12 +17,11 @@ class LowRank : public Codec {
       : options_(options), memory_(std::move(memory)), window_(options.first_window) {}
 
   void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>&) override {
-    parts_ = std::vector<LowRankParts>(buckets.empty() ? 0 : buckets.back()->index() + 1);
-    first_ = buckets.empty() ? 0 : buckets.front()->index();
+    parts_.clear();
     for (auto* bucket : buckets) {
       bucket->set_wire_format({bucket->layout.gradient_dtype()});
       bucket->wire.disable();
-      parts_[bucket->index()] = {*bucket, options_, memory_};
+      parts_.emplace_back(*bucket, options_, memory_);
     }
   }
 
@@ -213,7 +212,7 @@ class LowRank : public Codec {
 
   // Prepares Q for the next window.
   void prepare_q(Bucket& bucket) {
-    if (bucket.index() == first_) ++window_;
+    if (bucket.index() == 0) ++window_;
     auto& parts = of(bucket);
     std::vector<Basis> bases;
     for (size_t i = 0; i < parts.matrices.size(); ++i) {
@@ -234,8 +233,7 @@ class LowRank : public Codec {
 
   const LowRankOptions options_;
   const LowRankMemory memory_;
-  std::vector<LowRankParts> parts_;  // by bucket, up to this codec's last one; empty for another codec's buckets
-  size_t first_ = 0;                 // this codec's first bucket
+  std::vector<LowRankParts> parts_;  // by bucket
   uint64_t window_;                  // counts ended windows; a window counts when its first bucket has ended
 };
 

@@ -21,7 +21,6 @@ namespace fastddp {
 
 // The matrices and the uncompressed rest of one bucket. All tensors but the gradients stay the same from window to window.
 struct LowRankParts {
-  LowRankParts() = default;  // of another codec's bucket
   LowRankParts(const Bucket& bucket, const LowRankOptions& options, const LowRankMemory& memory);
 
   // The wires of leg 0 (P, then the rest) and of leg 1 (Q).

@@ -43,8 +43,7 @@ class NodeCodec : public Codec {
     std::vector<Bucket*> of_outer;
     for (auto* bucket : buckets) {
       bucket->set_wire_format(spans_of_node_->format_of(bucket->layout));
-      shards_.resize(bucket->index() + 1);
-      auto& shard = shards_.back() = std::make_unique<Shard>(spans_of_node_->make_bucket(bucket->index()));
+      auto& shard = shards_.emplace_back(std::make_unique<Shard>(spans_of_node_->make_bucket(bucket->index())));
       of_outer.push_back(&shard->bucket);
     }
     outer_->prepare(of_outer, {units.begin() + 1, spreads_ ? units.end() - 1 : units.end()});
@@ -193,7 +192,7 @@ class NodeCodec : public Codec {
   const std::shared_ptr<Sharding> spans_of_node_;
   const bool remembers_;
   const bool spreads_;  // all ranks of the node get the result, not only this rank's sharded optimizer
-  std::vector<std::unique_ptr<Shard>> shards_;  // by bucket; null for another codec's
+  std::vector<std::unique_ptr<Shard>> shards_;  // by bucket
 };
 
 }  // namespace

@@ -34,7 +34,6 @@ void ReadyTimes::note(size_t parameter) {
 
 void ReadyTimes::end_window() {
   if (!window_) return;
-  window_->end = Moment::now(devices_.front());
   ended_.push_back(*std::exchange(window_, std::nullopt));
 }
 
@@ -48,12 +47,6 @@ std::vector<std::vector<double>> ReadyTimes::seconds() const {
     }
   }
   return windows;
-}
-
-std::vector<double> ReadyTimes::window_seconds() const {
-  std::vector<double> seconds;
-  for (const auto& window : ended_) seconds.push_back(window.end->seconds_since(window.begins.front()));
-  return seconds;
 }
 
 }  // namespace fastddp

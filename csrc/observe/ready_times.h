@@ -25,14 +25,11 @@ class ReadyTimes {
   // For each window, by parameter: seconds from the beginning of its forward; NaN if no gradient came. The host waits for the
   // device.
   std::vector<std::vector<double>> seconds() const;
-  // For each window: seconds from the beginning of its forward until all gradients are averaged. The host waits, too.
-  std::vector<double> window_seconds() const;
 
  private:
   struct Window {
     std::vector<Moment> begins;                // by device
     std::vector<std::optional<Moment>> ready;  // by parameter
-    std::optional<Moment> end;                 // on the first device; none: the window has not ended
   };
 
   std::vector<c10::Device> devices_;

@@ -1,4 +1,4 @@
-// A message: the legs that travel together. Note [Messages], route.h.
+// A message: the legs that travel together. Note [Messages], pipeline.h.
 #pragma once
 
 #include <utility>
@@ -35,7 +35,7 @@ struct Message {
   using Format = std::pair<at::TensorOptions, int64_t>;  // and elements
   std::vector<Format> formats;                           // of the wires
   WireMemory memory;                                     // for the wires and their sums
-  bool has_wires = false;                                // they exist: note [Wires of messages], route.h
+  bool has_wires = false;                                // they exist: note [Wires of messages], pipeline.h
   std::vector<at::Tensor> wires;
   // The sums, for a codec that keeps what it sent; else the transport's room, or empty.
   std::vector<at::Tensor> sums;

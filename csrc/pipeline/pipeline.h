@@ -2,25 +2,43 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "bucket/wire_memory.h"
 #include "pipeline/exchange.h"
-#include "pipeline/route.h"
+#include "pipeline/message.h"
+#include "transport/registered_memory.h"
+#include "transport/works.h"
 
 namespace fastddp {
 
-// Note [A route for each bucket]
-// Each bucket travels by one of several routes over the same ranks. Every tick calls all routes, in the same order on all ranks.
-// The route that carries the tick's bucket begins it. The others continue with later legs and rounds of their buckets. So the
-// order of all collectives depends only on the plan and on which route carries which bucket. A bucket counts as started when the
-// slowest route would have started it, since buckets end in the plan's order.
+// Note [Messages]
+// A leg of a bucket travels after the leg before has gone through all rounds of its transport. So each leg has its tick, counted
+// from the bucket's, and goes through one round in each tick from then on. Legs that start in one tick over one transport are a
+// *message*. Those of one dtype share a wire, and so a collective: in each window PowerSGD takes one collective for each bucket,
+// and one more.
+//
+// Note [Wires of messages]
+// Wires are made when a window first needs them. Lent wires (note [Lent wires], bucket/wire.h) are made in every window, and so
+// are their sums. A slab (note [Slabs], transport/registered_memory.h) has a place for the transport's room, too. It serves the
+// transport of the first leg: in two levels, the links of a node.
+// Either all ranks send from symmetric memory, or none. So if a window fails, what travels instead is written to the wire
+// itself there, and gradients do not live in that wire.
+// A wire is zeroed on the stream that is current when it is made. The codec always writes after that. It writes a first leg
+// after the bucket has waited for its producers. It writes a later leg on a side stream. If that leg travels with first legs,
+// the wire was made one tick before, and the side stream has waited for the streams of that tick.
+//
+// Note [Collectives that were started]
+// If the second piece of a wire cannot be sent, the first one is still on its way. drain() has to wait for it, and abandon()
+// must not send it again: other ranks would take it for the next window's. So a piece is counted as soon as it has started, by
+// message and round, until the window is over.
+
+// Buckets are encoded by a codec, and each of its legs is sent by a transport.
 class Pipeline : public Exchange {
  public:
-  // All buckets are encoded by `codec` and sent by `transport`.
+  // All legs go by `transport`.
   Pipeline(std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport);
-  // Bucket b travels as `pipelines[of_buckets[b]]` would send it.
-  static std::unique_ptr<Pipeline> per_bucket(const std::vector<std::shared_ptr<Pipeline>>& pipelines,
-                                              std::vector<size_t> of_buckets);
   // The ranks of a node add up their gradients. `outer` sends the sums to the ranks in the same place of other nodes. The result
   // goes to all ranks of the node: note [Two levels of a bucket], codec/node_codec.cpp. `remembers`: `outer` depends on earlier
   // windows, and needs an average over nodes, not a sum. `spreads`: false where gradients are sharded over the node.
@@ -36,45 +54,101 @@ class Pipeline : public Exchange {
   c10d::ProcessGroup* group() const override { return group_.get(); }
   c10d::ProcessGroup* lane(size_t number) const override;
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const override;
-  std::optional<size_t> status_tick() const override { return last_route().status_tick(); }
-  void status_is_written_by(WriteStatus write) override;
-  Status take_status() override { return last_route().take_status(); }
+  std::optional<size_t> status_tick() const override;
+  void status_is_written_by(WriteStatus write) override { write_status_ = std::move(write); }
+  Status take_status() override;
   double scale() const override { return weighting_.scale(group_->getSize()); }
-  size_t lag() const override;
+  size_t lag() const override { return delays_.back() + transports_.back()->rounds() - 1; }
   void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams, Slabs* slabs) override;
-  void on_gradient(Bucket& bucket, size_t member) override { of(bucket).on_gradient(bucket, member); }
-  // If a route raised, its next call starts only the rest, because it counts what it has started.
+  void on_gradient(Bucket& bucket, size_t member) override;
+  // If it raised, its next call starts only the rest, because what was started is counted.
   void tick(size_t tick) override;
-  bool arrived(const Bucket& bucket) override { return of(bucket).arrived(bucket); }
+  bool arrived(const Bucket& bucket) override;
   void when_arrived(const Bucket& bucket, std::function<void()> call) override {
-    of(bucket).when_arrived(bucket, call);
+    when_done(last_message(bucket).works(), call);
   }
-  void finish(Bucket& bucket) override { of(bucket).finish(bucket); }
+  void finish(Bucket& bucket) override;
   void let_wires_go() override;
-  void discard(Bucket& bucket, size_t member) override { of(bucket).codec()->discard(bucket, member); }
-  void keep() override;
-  void undo(const at::Tensor& only_if) override;
-  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return of(bucket).codec()->measure(bucket); }
+  void discard(Bucket& bucket, size_t member) override { codec_->discard(bucket, member); }
+  void keep() override { codec_->keep(); }
+  void undo(const at::Tensor& only_if) override { codec_->undo(only_if); }
+  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return codec_->measure(bucket); }
   std::function<void()> start_late(Bucket& bucket) override;
   void abandon(size_t tick, double value) override;
-  void recover(Bucket& bucket) override { of(bucket).recover(bucket); }
+  void recover(Bucket& bucket) override;
   void drain() override;
 
  private:
-  Pipeline(std::vector<std::shared_ptr<Route>> routes, std::vector<size_t> of_buckets,
-           c10::intrusive_ptr<c10d::ProcessGroup> group);
+  using Transports = std::vector<std::shared_ptr<Transport>>;
 
-  Route& of(const Bucket& bucket) const { return *routes_[of_buckets_.empty() ? 0 : of_buckets_.at(bucket.index())]; }
-  // Of the last bucket.
-  Route& last_route() const { return *routes_[of_buckets_.empty() ? 0 : of_buckets_.back()]; }
-  Route::Share share_of(size_t route, size_t buckets) const;
+  // `transports`: by leg. Legs that follow each other may share one.
+  Pipeline(std::shared_ptr<Codec> codec, Transports transports, c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  // Legs that share a transport, from `first` up to `end`, and the messages in which they travel, by tick.
+  struct Stretch {
+    size_t first;
+    size_t end;
+    std::vector<Message> messages;
+  };
+
   void check_fits() const;
+  const Message& message_of(const Bucket& bucket, size_t leg) const;
+  Message& message_of(const Bucket& bucket, size_t leg);
+  const Message& last_message(const Bucket& bucket) const { return message_of(bucket, codec_->legs() - 1); }
+  Message& last_message(const Bucket& bucket) { return message_of(bucket, codec_->legs() - 1); }
+  template <typename Function>
+  void for_messages(const Function& function);
+  template <typename Function>
+  void for_later_rounds(Stretch& stretch, size_t tick, const Function& function);
+  c10::ScalarType dtype_of(size_t leg, Bucket& bucket) const;
+  double scale_before(size_t leg, Bucket& bucket) const;
 
-  const std::vector<std::shared_ptr<Route>> routes_;
-  const std::vector<size_t> of_buckets_;  // numbers of routes; empty: the first one has all buckets
+  bool has_room_for_status(Bucket& last) const;
+  void make_room_for_status(Bucket& last);
+  void write_status(Message& message, const std::vector<at::Tensor>& wires);
+  Message lay_out(const Stretch& stretch, size_t tick) const;
+  void add_leg(Message& message, Message::Leg leg) const;
+  void reserve(Message& message, Slabs* slabs);
+  std::vector<Message::Format> beside(const Message& message, bool gives_room) const;
+  void need_wires(Stretch& stretch, size_t tick);
+  void need_wires(Message& message);
+
+  void tick(Stretch& stretch, size_t tick);
+  void begin(Stretch& stretch, size_t tick);
+  void encode_later_legs(Message& message);
+  void send(Message& message);
+  void set_pieces(Message& message, const std::vector<at::Tensor>& wires) const;
+  uint32_t tag(const Message& message, size_t piece) const;
+  void start_rest(Message& message, size_t round);
+  void start_rest_of_pieces(Message& message, size_t round);
+  void start(const Message& message, size_t round, c10d::ProcessGroup& lane, Piece& piece) const;
+  void complete(const Message& message, size_t round, Piece& piece);
+  void wait_for_sum(size_t leg, Bucket& bucket);
+  void forget_window(const Bucket& bucket);
+
+  void abandon(Message& message, size_t round, double value);
+  void make_void(Message& message, size_t round, double value);
+  std::vector<at::Tensor> void_wires(Message& message, double value);
+
+  const std::shared_ptr<Codec> codec_;
+  const Transports transports_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   Weighting weighting_;
-  bool fits_ = false;  // the routes were made for these buckets
+  std::vector<size_t> delays_;  // by leg: ticks after the bucket's own
+  const SideStreams* side_streams_ = nullptr;
+  std::vector<Bucket*> buckets_;
+  std::vector<Stretch> stretches_;
+  bool fits_ = false;          // the codec was made for these buckets
+  bool is_captured_ = false;   // a window was captured, and its graph uses the wires
+  bool is_symmetric_ = false;  // buckets' wires are in symmetric memory
+  bool in_window_ = false;     // a tick has begun
+  bool is_of_others_ = false;  // this rank has no inputs in the window that it abandons
+  bool was_drained_ = false;   // the window has failed here, so nothing of it is left to relay
+  WhoWaits who_waits_;
+  Message* with_status_ = nullptr;              // null: none has room for it
+  std::optional<Message::Place> status_place_;  // if it is not the tail of a bucket's wire
+  at::Tensor status_;                           // what travels, or has come
+  WriteStatus write_status_;
 };
 
 }  // namespace fastddp

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -269,11 +269,6 @@ class BlockState:
             elif new is not None:
                 known[number] = new
         self._errors.of_parameters = known
-
-    def forget(self, names: Collection[str]) -> None:
-        """Drop the errors of these parameters, before an exchange is made."""
-        kept = zip(self._model, self._errors.of_parameters, strict=False)
-        self._errors.of_parameters = [None if name in names else error for name, error in kept]
 
     def _all_errors(self) -> list[Tensor | None]:
         """The error of each parameter, or None."""

@@ -43,8 +43,6 @@ class Setting:
     """Whether measured times say that a second lane pays: Note [Lanes over NCCL], ``lanes.py``."""
     divide_in_collective: bool = False
     """Whether the average of ``process_group`` does the division: see :func:`.averages.divides_first`."""
-    carried: frozenset[int] | None = None
-    """Which buckets of the plan the exchange carries; None: all. Other exchanges carry the rest."""
     measures_gradients: bool = False
     """Whether pack also measures gradients (Note [Local sums], ``csrc/pack/local_sums.h``)."""
     hierarchy: Hierarchy | None = None
@@ -98,12 +96,7 @@ class Setting:
 
     def carries(self, index: int) -> bool:
         """Whether the exchange has gradients of parameter number ``index``."""
-        is_in_bucket = self.carried is None or index in self._carried_parameters
-        return is_in_bucket and (self.spans is None or index in self.spans)
-
-    @functools.cached_property
-    def _carried_parameters(self) -> frozenset[int]:
-        return frozenset(index for bucket in self.carried or () for index in self.plan[bucket])
+        return self.spans is None or index in self.spans
 
     def load_kernels(self, wire: torch.dtype | None = None) -> None:
         """Load the kernels that pack gradients into wires of this dtype (None: their own), where kernels are used."""
@@ -115,7 +108,7 @@ class Exchange(Protocol):
     """One way for gradients to travel. Equal descriptions mean the same exchange."""
 
     is_pipelined: ClassVar[bool]
-    """Whether it is made of codecs and transports, so that it can go between nodes and share buckets."""
+    """Whether it is made of codecs and transports, so that it can go between nodes."""
 
     @property
     def takes_whole_parameters(self) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fastddp.errors import see
 from fastddp.exchange.descriptions import Exchange, PythonHook
-from fastddp.exchange.per_bucket import PerBucket
 from fastddp.exchange.power_sgd import PowerSGD
 from fastddp.together import finish
 
@@ -48,9 +47,6 @@ def check_exchange(average: GradientAverage, exchange: Exchange) -> None:
     """Raise ValueError if ``exchange`` cannot average as ``average`` says."""
     if isinstance(average, str) and average == "mean":
         return
-    if isinstance(exchange, PerBucket):
-        for one in exchange.exchanges:
-            check_exchange(average, one)
     if isinstance(exchange, PythonHook):
         raise ValueError(
             "gradient_average is for exchanges that fastddp runs: a communication hook gets gradients as they are and "

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fastddp
 from fastddp import comm_hooks
-from fastddp.comm_hooks import AutoState, BlockState, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from fastddp.comm_hooks import BlockState, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from hooks_by_name import HOOKS
 from on_ranks import on_ranks
 from ranks import RankPool
@@ -67,11 +67,11 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def iterations_of(state: Any) -> int:
-    return state._blocks.iter if isinstance(state, AutoState) else state.iter
+    return state.iter
 
 
 @pytest.mark.parametrize("is_in_a_cycle", [False, True], ids=["deleted", "collected"])
-@pytest.mark.parametrize("name", ["PowerSGD", "int8", "auto"])
+@pytest.mark.parametrize("name", ["PowerSGD", "int8"])
 @on_ranks(2)
 def test_a_state_and_its_pickle_know_how_far_its_model_came_and_go_on_with_another_one(
     rank: int, name: str, is_in_a_cycle: bool
@@ -206,14 +206,11 @@ def test_statistics_count_the_elements_of_compressed_windows(rank: int) -> None:
         (BlockState, {"block_size": 64}, "block_size"),
         (BlockState, {"fp8": "e3m4"}, "fp8"),
         (BlockState, {"random_seed": -1}, "random_seed"),
-        *((AutoState, {"error_budget": budget}, "error_budget .* >= 0") for budget in (-0.1, float("nan"), True)),
-        (AutoState, {"candidates": "int8"}, "candidates must be a sequence of names, got 'int8'"),
-        (AutoState, {"candidates": ["int4"]}, "There is no candidate 'int4'"),
     ],
 )
 def test_settings_out_of_range_are_refused(make: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make(**settings) if make is AutoState else make(None, **settings)
+        make(None, **settings)
 
 
 @pytest.mark.parametrize("value", [-1, 2.5])
@@ -249,12 +246,6 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
         ("qs/1.weight", torch.zeros(2, 28), "qs['1.weight'] must be of shape"),
         ("qs/nobody", torch.zeros(2, 3), "qs['nobody'] must be that of a parameter"),
     ],
-    "auto": [
-        ("format", 7, "its format is 7"),
-        ("blocks", MISSING, "it has no 'blocks'"),
-        ("blocks/iter", -1, "iter must be an integer >= 0"),
-        ("power_sgd/powersgd8", {}, "not powersgd8"),
-    ],
 }
 
 
@@ -270,7 +261,7 @@ def test_of_a_saved_state_that_is_damaged_nothing_is_taken(rank: int, name: str)
     state = Training(rank, name).run(*range(4)).state
     before = copy.deepcopy(state.state_dict())
     good = before | {"iter": 77}
-    errors = {} if name == "auto" else dict(state.errors)
+    errors = dict(state.errors)
     for place, value, words in BAD[name]:
         with pytest.raises(ValueError, match="state") as caught:
             state.load_state_dict(having(good, place, value))
@@ -290,11 +281,10 @@ def test_what_would_fail_a_thousand_steps_later_is_refused_when_it_is_registered
     others = PowerSGDState(None), BlockState()
     for state, hook in zip(others, (powerSGD_hook, comm_hooks.int8_compress_hook), strict=True):
         hooked(nn.Linear(2, 3), state, hook)
-    in_fp16, in_bf16 = comm_hooks.fp16_compress_wrapper, comm_hooks.bf16_compress_wrapper
+    in_bf16 = comm_hooks.bf16_compress_wrapper
     for words, module, state, hook in [
         ("PowerSGDState, not a builtins.NoneType", nn.Linear(2, 3), None, powerSGD_hook),
         ("not a builtins.int", nn.Linear(2, 3), 3, comm_hooks.int8_compress_hook),
-        ("not a builtins.int", nn.Linear(2, 3), 3, comm_hooks.auto_hook),
         (r"weight \[3, 2\].*weight \[3, 4\]", nn.Linear(4, 3), others[0], powerSGD_hook),
         ("Make a new BlockState", nn.Linear(4, 3), others[1], comm_hooks.int8_compress_hook),
         ("dense tensor of float32, not torch.float64", network(), of_64_bits, powerSGD_hook),
@@ -302,13 +292,12 @@ def test_what_would_fail_a_thousand_steps_later_is_refused_when_it_is_registered
         ("weight are complex", pairs, late, in_bf16(powerSGD_hook)),
         ("weight is complex; use powerSGD_hook", pairs, late, batched_powerSGD_hook),
         ("8 bits already", nn.Linear(2, 3), None, in_bf16(comm_hooks.int8_compress_hook)),
-        ("without a wrapper", nn.Linear(2, 3), None, in_fp16(comm_hooks.auto_hook)),
     ]:
         with pytest.raises((TypeError, ValueError), match=words):
             hooked(module, state, hook)
 
 
-@pytest.mark.parametrize("name", ["PowerSGD", "batched PowerSGD", "int8", "e4m3, drawn", "auto"])
+@pytest.mark.parametrize("name", ["PowerSGD", "batched PowerSGD", "int8", "e4m3, drawn"])
 def test_a_hook_that_is_called_for_a_bucket_says_who_runs_it(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"run by fastddp\.DistributedDataParallel|cannot be called for a bucket"):
         HOOKS[name][1](None, None)
@@ -340,11 +329,9 @@ def test_a_checkpoint_or_a_setting_that_one_rank_alone_has_is_an_error_on_all(ra
 @on_ranks(2)
 def test_ranks_that_compress_differently_are_stopped(rank: int) -> None:
     int8, fp8 = comm_hooks.int8_compress_hook, comm_hooks.fp8_compress_hook
-    budgets = AutoState(error_budget=0.01 * (rank + 1))
     for state, hook, says in [
         (BlockState(), (int8, fp8)[rank], "number is"),
         (BlockState(block_size=(256, 128)[rank]), int8, "block_size is"),
-        (budgets, comm_hooks.auto_hook, "error_budget is 0.01 on rank 0; 0.02"),
     ]:
         model = hooked(nn.Linear(8, 8), state, hook)
         with pytest.raises(RuntimeError, match=f"(?s){says}.*on all ranks"):

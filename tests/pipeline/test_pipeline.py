@@ -1,7 +1,4 @@
-"""Codecs over transports put together by hand, also as no hook does: alone, and several on the buckets of a plan.
-
-What hooks make of them: tests/contract. What fails where buckets are shared: random programs with ``auto_hook``.
-"""
+"""Codecs over transports put together by hand, also as no hook does. What hooks make of them: tests/contract."""
 
 from __future__ import annotations
 
@@ -14,12 +11,11 @@ from torch import Tensor, nn
 
 import fastddp
 from fastddp import _C
-from on_ranks import of_ranks, on_ranks
+from on_ranks import on_ranks
 from ranks import RankPool
 
 ROWS, COLUMNS, LAYERS = 20, 12, 4
-# Codec, what it rounds by, and transport. By how many ticks behind a bucket's first the last collective starts: 0, 1,
-# 1, 1, 3, 3. The others are not shared.
+# Codec, what it rounds by, and transport.
 WAYS = {
     "plain": ("own dtype", 1e-5, "allreduce"),
     "bf16": ("bf16", 3e-2, "shards"),
@@ -33,8 +29,6 @@ WAYS = {
     "low rank, two levels": ("low rank, fp16", 4e-3, "shards, two levels, two lanes"),
     "e4m3": ("e4m3", 0.15, "shards"),
 }
-SHARED = list(WAYS)[:6]
-DEALT = {"in turn": [0, 1], "the third": [0, 0, 1], "the first": [1, 0, 0]}
 
 
 class Layers(nn.Module):
@@ -79,8 +73,8 @@ def transport_of(name: str) -> _C.Transport:
     return _C.Transport.sharded_sum(lanes, nodes, torch.device("cpu"))
 
 
-def ranks_of(*ways: str) -> int:
-    return 4 if any("levels" in way for way in ways) else 2
+def ranks_of(way: str) -> int:
+    return 4 if "levels" in way else 2
 
 
 def exchange_of(way: str, parameters: list[nn.Parameter]) -> _C.Pipeline:
@@ -94,18 +88,6 @@ def rebuilt() -> fastddp.DistributedDataParallel:
     for _ in range(2):
         model(1.0).backward()
     return model
-
-
-def sharing(ways: tuple[str, ...], of_buckets: list[int]) -> fastddp.DistributedDataParallel:
-    """A model the exchange of whose buckets is the one of that number."""
-    model = rebuilt()
-    exchanges = [exchange_of(way, list(model.module.parameters())) for way in ways]
-    model.reducer.set_exchange(_C.Pipeline.per_bucket(exchanges, of_buckets))
-    return model
-
-
-def plan() -> list[list[str]]:
-    return [[parameter.name for parameter in bucket.parameters] for bucket in rebuilt().bucket_plan().buckets]
 
 
 def trained(rank: int, model: fastddp.DistributedDataParallel) -> list[dict[str, Tensor]]:
@@ -134,86 +116,11 @@ def test_the_mean_arrives_on_all_ranks(ranks: RankPool, way: str) -> None:
         assert all(torch.equal(mine, other) for other in others)
 
 
-def are_equal(way: str, mine: Tensor, other: Tensor) -> bool:
-    """In all bits; where factors go through a ring of several ranks, their place in the wire decides who adds first."""
-    if way == "low rank" and dist.get_world_size() > 2:
-        return torch.allclose(mine, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
-    return torch.equal(mine, other)
-
-
-def alone_and_shared(rank: int, ways: tuple[str, str], dealt: str) -> list[str]:
-    """Names of the gradients that are not what the bucket's exchange alone makes of them, by window."""
-    buckets = plan()
-    order = DEALT.get(dealt, [0] * (len(buckets) - 1) + [1])
-    of_buckets = [order[index % len(order)] for index in range(len(buckets))]
-    assert set(of_buckets) == {0, 1}
-    shared = trained(rank, sharing(ways, of_buckets))
-    different = []
-    for number, way in enumerate(ways):
-        own = [name for names, owner in zip(buckets, of_buckets, strict=True) if owner == number for name in names]
-        for window, (mine, other) in enumerate(zip(shared, trained_alone(rank, way), strict=True)):
-            different += [f"{window}, {name}" for name in own if not are_equal(way, mine[name], other[name])]
-    return different
-
-
-@pytest.mark.tier("slow", but_one_in=5)
-@pytest.mark.parametrize(
-    ("ways", "dealt"),
-    [
-        *itertools.product(itertools.permutations(SHARED, 2), DEALT),
-        *((("plain", way), "the last") for way in SHARED if way != "plain"),
-    ],
-    ids=str,
-)
-def test_a_bucket_gets_what_its_exchange_alone_makes_of_it(ranks: RankPool, ways: tuple[str, str], dealt: str) -> None:
-    assert ranks.run(alone_and_shared, ranks_of(*ways), ways, dealt) == [[]] * ranks_of(*ways)
-
-
 @on_ranks(2)
-def test_a_later_leg_without_company_is_a_collective_more(rank: int) -> None:
-    """In windows under plain allreduces, and shared with PowerSGD."""
-    count = dist.group.WORLD._get_sequence_number_for_group
-    buckets = len(plan())
-    windows = []
-    for model in (rebuilt(), sharing(("plain", "low rank"), [index % 2 for index in range(buckets)])):
-        model(1.0).backward()
-        before = count()
-        model(1.0).backward()
-        windows.append(count() - before)
-    assert windows[1] - windows[0] == buckets // 2
-
-
-@on_ranks(2)
-def test_what_cannot_share_buckets_or_a_reducer_is_refused(rank: int) -> None:
-    groups = [dist.group.WORLD, dist.new_group()]
-    plain, other = (_C.Pipeline(_C.Codec.cast(), _C.Transport.all_reduce([group])) for group in groups)
-    shared = _C.Pipeline.per_bucket([plain, plain], [0, 1])
-    for pipelines, of_buckets, words in [
-        ([], [0], "no pipeline"),
-        ([plain, other], [0, 1], "number 1 goes over another one than number 0"),
-        ([plain], [1], "no pipeline 1 among 1"),
-        ([shared], [0], "number 0 has 2"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            _C.Pipeline.per_bucket(pipelines, of_buckets)
-    model = sharing(("plain",), [0])
-    with pytest.raises(RuntimeError, match="chosen for other buckets"):
-        model(1.0).backward()
+def test_an_exchange_of_another_reducer_is_refused(rank: int) -> None:
     noop = _C.Exchange.noop()
     first, second = rebuilt(), rebuilt()
     first.reducer.set_exchange(noop)
     with pytest.raises(ValueError, match=r"(?s)belongs to one reducer.*Make another one"):
         second.reducer.set_exchange(noop)
     second(1.0).backward()  # its own is still there
-
-
-@pytest.mark.parametrize("way", ["plain", "bf16", "int8"])
-@on_ranks(2)
-def test_a_trial_averages_what_it_is_given(rank: int, way: str) -> None:
-    parameters = [torch.full((24, 16), rank + 1.0), torch.linspace(0.0, rank + 1.0, 40)]
-    trial = _C.Trial(parameters, exchange_of(way, []))
-    assert all(trial.seconds() > 0 for _ in range(2))
-    for gradient, parameter in zip(trial.gradients, parameters, strict=True):
-        assert parameter.grad is None, "what it was given stays as it is"
-        mean = sum(of_ranks(parameter)) / 2
-        torch.testing.assert_close(gradient, mean, rtol=0, atol=0.0 if way == "plain" else 0.02)

@@ -22,7 +22,6 @@ from on_ranks import Wrap, gradients, on_ranks, same_under_both
 from program_execution import differences, wrap_in_reference
 from program_oracle import Oracle
 from programs import (
-    AUTO,
     EIGHT_BITS,
     EXACT,
     SIXTEEN_BITS,
@@ -80,7 +79,7 @@ def test_gradients_are_those_of_the_reference_24005_46166_128949_143580_187732(
 
 
 SHARDED = [(EXACT, 2, 400), (SIXTEEN_BITS, 2, 100), (EIGHT_BITS, 2, 150), (EXACT, 3, 60), (EXACT, 4, 150)]
-LONG = [(EIGHT_BITS, 2, 150), (EIGHT_BITS, 3, 40), (EIGHT_BITS, 4, 60), (AUTO, 4, 40)]
+LONG = [(EIGHT_BITS, 2, 150), (EIGHT_BITS, 3, 40), (EIGHT_BITS, 4, 60)]
 
 
 @pytest.mark.timeout(0)
@@ -88,11 +87,10 @@ LONG = [(EIGHT_BITS, 2, 150), (EIGHT_BITS, 3, 40), (EIGHT_BITS, 4, 60), (AUTO, 4
     ("hooks", "world_size", "number"),
     [
         (EIGHT_BITS, 2, 20),
-        (AUTO, 2, 10),
         (EIGHT_BITS, 4, 5),
         *(pytest.param(*many, marks=NIGHTLY) for many in LONG),
     ],
-    ids=lambda value: "auto" if value is AUTO else "8 bits" if value is EIGHT_BITS else str(value),
+    ids=lambda value: "8 bits" if value is EIGHT_BITS else str(value),
 )
 def test_what_compressed_gradients_lack_is_in_the_errors(
     ranks: RankPool, hooks: Sequence[Hook], world_size: int, number: int

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fastddp import comm_hooks
-from fastddp.comm_hooks import AutoState, BlockState, CompressState, PowerSGDState
+from fastddp.comm_hooks import BlockState, CompressState, PowerSGDState
 
 
 def averages(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -40,7 +40,6 @@ HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
     "PowerSGD": (partial(PowerSGDState, None, 2, start_powerSGD_iter=2), comm_hooks.powerSGD_hook),
     "PowerSGD of rank 1": (partial(PowerSGDState, None, 1, start_powerSGD_iter=2), comm_hooks.powerSGD_hook),
     "batched PowerSGD": (partial(PowerSGDState, None, 1, start_powerSGD_iter=2), comm_hooks.batched_powerSGD_hook),
-    "auto": (partial(AutoState, error_budget=1), comm_hooks.auto_hook),
     "noop": (lambda: None, comm_hooks.noop_hook),
     "python": (lambda: None, averages),
     "python, elsewhere": (lambda: None, averages_elsewhere),

@@ -10,7 +10,6 @@ difference.
 from __future__ import annotations
 
 import zlib
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -31,29 +30,27 @@ from program_execution import (
     wrap_in_fastddp,
     wrap_in_reference,
 )
-from program_hooks import blocks_of, plans_at_once
+from program_hooks import blocks_of
 from programs import METRIC, Backward, Change, Op, Program, Raise, Step, TwoBackwards, Uneven, WrapAgain
 
-HALF = {"int8": 1 / 254, "e4m3": 1 / 28, "e5m2": 1 / 14, "auto": 1 / 28, "auto, then plain": 1 / 28}
+HALF = {"int8": 1 / 254, "e4m3": 1 / 28, "e5m2": 1 / 14}
 """The largest rounding, as a part of the largest magnitude in its block."""
 
 
 @new_memory_is_nan()
 def differences(rank: int, program: Program, wrap: Wrap = wrap_in_fastddp, device: str = "cpu") -> list[str]:
     """Where the model under ``wrap`` was not as under the reference, after each op; empty if all is well."""
-    hook = program.options.hook
-    with plans_at_once(hook) if "auto" in hook else nullcontext():
-        candidate = Execution(program, rank, wrap, device)
-        reference = Execution(program, rank, wrap_in_reference, device)
-        found = compare(candidate, reference, "construction")
-        step = StepBegan(candidate)
-        for number, op in enumerate(program.ops):
-            before = Memory(candidate)
-            candidate.run(op)
-            reference.run(op)
-            found += compare_compressed(candidate, reference, before, step, op, f"op {number}, {op}")
-            step.follow(op, before)
-            settle(candidate, reference)
+    candidate = Execution(program, rank, wrap, device)
+    reference = Execution(program, rank, wrap_in_reference, device)
+    found = compare(candidate, reference, "construction")
+    step = StepBegan(candidate)
+    for number, op in enumerate(program.ops):
+        before = Memory(candidate)
+        candidate.run(op)
+        reference.run(op)
+        found += compare_compressed(candidate, reference, before, step, op, f"op {number}, {op}")
+        step.follow(op, before)
+        settle(candidate, reference)
     return found[:5]
 
 
@@ -200,7 +197,6 @@ def bound(execution: Execution, index: int) -> float:
 def few_roundings(execution: Execution, index: int, *kept_in: Tensor | None) -> float:
     """Of fp32, in which everything is added up, and of what results are kept in."""
     dtypes = [torch.float32, *(tensor.dtype for tensor in kept_in if tensor is not None)]
-    dtypes += [torch.bfloat16] if "auto" in execution.program.options.hook else []
     return 8 * max(torch.finfo(dtype).eps for dtype in dtypes) * magnitude(execution, index)
 
 

@@ -7,7 +7,6 @@ demanded bit for bit where gradients are. Where they travel in 8 bits the refere
 from __future__ import annotations
 
 import io
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,8 +24,7 @@ from program_execution import (
     wrap_in_fastddp,
     wrap_in_reference,
 )
-from program_hooks import plans_at_once
-from programs import AUTO, EIGHT_BITS, Backward, Change, Load, Op, Program, Save, Step, TwoBackwards
+from programs import EIGHT_BITS, Backward, Change, Load, Op, Program, Save, Step, TwoBackwards
 
 MOMENTUM = 0.5
 
@@ -61,9 +59,9 @@ class WithMomentum(Execution):
             return
         if self.armed and op == Load("optimizer"):
             return
-        if self.averaged and not self.begun and self.program.options.hook in (*EIGHT_BITS, *AUTO):
+        if self.averaged and not self.begun and self.program.options.hook in EIGHT_BITS:
             super().run(Change("none"))  # because replicated gradients would travel again
-        if isinstance(op, TwoBackwards) and self.program.options.hook in (*EIGHT_BITS, *AUTO):
+        if isinstance(op, TwoBackwards) and self.program.options.hook in EIGHT_BITS:
             op = Backward()  # another order of gradients makes a replicated model alone rebuild its buckets
         if isinstance(op, Save):
             self._save(op.whole)
@@ -213,19 +211,18 @@ class Sharded(WithMomentum):
 def differences(rank: int, program: Program, sharded: type[Sharded] = Sharded) -> list[str]:
     """Where a sharded optimizer was not as a replicated one, after each op; empty if all is well."""
     hook = program.options.hook
-    is_compressed = hook in (*EIGHT_BITS, *AUTO)
+    is_compressed = hook in EIGHT_BITS
     of_reference: Wrap = wrap_in_fastddp if is_compressed else wrap_in_reference
-    with plans_at_once(hook) if "auto" in hook else nullcontext():
-        candidate = sharded(program, rank, wrap_in_fastddp)
-        reference = Replicated(program, rank, of_reference)
-        found: list[str] = []
-        for number, op in enumerate(program.ops):
-            candidate.run(op)
-            reference.run(op)
-            if not (isinstance(op, Step) and program.options.gather == "forward"):  # whose parameters arrive later
-                found += compare(candidate, reference, f"op {number}, {op}")
-            if isinstance(op, Load) and not candidate.begun:
-                found += compare_momentum(candidate, reference, f"op {number}, {op}")
+    candidate = sharded(program, rank, wrap_in_fastddp)
+    reference = Replicated(program, rank, of_reference)
+    found: list[str] = []
+    for number, op in enumerate(program.ops):
+        candidate.run(op)
+        reference.run(op)
+        if not (isinstance(op, Step) and program.options.gather == "forward"):  # whose parameters arrive later
+            found += compare(candidate, reference, f"op {number}, {op}")
+        if isinstance(op, Load) and not candidate.begun:
+            found += compare_momentum(candidate, reference, f"op {number}, {op}")
     return found[:5]
 
 

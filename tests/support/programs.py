@@ -38,11 +38,10 @@ class ParameterSpec:
 
 Usage = Literal["all", "find_unused_parameters", "static_graph", "skip_all_reduce_unused_params"]
 Average = Literal["mean", "sum", "tensor", "callable"]
-Hook = Literal["none", "allreduce", "python", "fp16", "bf16", "int8", "e4m3", "e5m2", "auto", "auto, then plain"]
+Hook = Literal["none", "allreduce", "python", "fp16", "bf16", "int8", "e4m3", "e5m2"]
 EXACT: tuple[Hook, ...] = ("none", "none", "allreduce")
 SIXTEEN_BITS: tuple[Hook, ...] = ("fp16", "bf16")
 EIGHT_BITS: tuple[Hook, ...] = ("int8", "e4m3", "e5m2")
-AUTO: tuple[Hook, ...] = ("auto", "auto", "auto, then plain")
 Sharded = Literal["no", "elements", "parameters"]
 Gather = Literal["step", "forward"]
 
@@ -352,7 +351,7 @@ def programs_of_sharded_optimizers(draw: st.DrawFn, world_size: int, hooks: Sequ
     """Over dense parameters, beside sparse ones with an optimizer of their own, and with many steps."""
     program = draw(programs(world_size, hooks=hooks))
     other = {"complex64": "float32"} if program.options.hook == "bf16" else {}  # for which there are no complex numbers
-    if program.options.hook in (*EIGHT_BITS, *AUTO):  # whose sums a part of the gradient has before they are rounded
+    if program.options.hook in EIGHT_BITS:  # whose sums a part of the gradient has before they are rounded
         other = {"float16": "float32", "bfloat16": "float32"}
         # Another order makes a replicated model alone rebuild its buckets, and the error of a sum stays with its owner.
         program = replace(program, order=tuple(range(len(program.parameters))))

@@ -1,10 +1,10 @@
-// The messages of a route: what is decided when buckets are new, and their wires.
+// The messages of a pipeline: what is decided when buckets are new, and their wires.
 #include <algorithm>
 #include <utility>
 
 #include "device/huge_pages.h"
+#include "pipeline/pipeline.h"
 #include "pipeline/reserve_wire.h"
-#include "pipeline/route.h"
 
 namespace fastddp {
 namespace {
@@ -41,42 +41,40 @@ Message::Place place_in(Message& message, Message::Leg leg, Codec::Format format
 
 }  // namespace
 
-void Route::prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams, Slabs* slabs, Share share) {
-  share_ = std::move(share);
+void Pipeline::prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams, Slabs* slabs) {
+  fits_ = codec_->fits(buckets);
+  if (!fits_) return;  // another exchange is made for these buckets
   side_streams_ = &side_streams;
-  carried_.clear();
-  for (auto& bucket : buckets) {
-    if (carries(bucket.index())) carried_.push_back(&bucket);
-  }
+  buckets_.clear();
+  for (auto& bucket : buckets) buckets_.push_back(&bucket);
   std::vector<int64_t> units;
   for (const auto& transport : transports_) units.push_back(transport->unit());
-  codec_->prepare(carried_, units);
+  codec_->prepare(buckets_, units);
   for (auto& stretch : stretches_) {
     const auto ticks = buckets.empty() ? 0 : buckets.size() + delays_[stretch.end - 1];
     stretch.messages.clear();
-    for (size_t tick = 0; tick < ticks; ++tick) stretch.messages.push_back(lay_out(stretch, tick, buckets));
+    for (size_t tick = 0; tick < ticks; ++tick) stretch.messages.push_back(lay_out(stretch, tick));
   }
   with_status_ = nullptr;
   status_place_.reset();
   status_.reset();
-  for (auto* bucket : carried_) {
-    const bool has_room = has_room_for_status(*bucket);
-    if (has_room) make_room_for_status(*bucket);
-    bucket->set_wire_tail(has_room && !status_place_ ? Exchange::kStatusRoom : 0);
-  }
+  if (!buckets.empty() && has_room_for_status(buckets.back())) make_room_for_status(buckets.back());
+  const bool has_tail = with_status_ != nullptr && !status_place_;
+  for (auto& bucket : buckets) bucket.set_wire_tail(has_tail && &bucket == &buckets.back() ? kStatusRoom : 0);
   for (auto& message : stretches_.front().messages) reserve(message, slabs);
   is_captured_ = in_window_ = was_drained_ = false;
 }
 
-Message Route::lay_out(const Stretch& stretch, size_t tick, std::vector<Bucket>& buckets) const {
+Message Pipeline::lay_out(const Stretch& stretch, size_t tick) const {
   Message message(tick, *transports_[stretch.first]);
   for (auto leg = stretch.first; leg < stretch.end; ++leg) {
-    if (tick >= delays_[leg] && carries(tick - delays_[leg])) add_leg(message, {leg, &buckets[tick - delays_[leg]]});
+    const auto delay = delays_[leg];
+    if (tick >= delay && tick - delay < buckets_.size()) add_leg(message, {leg, buckets_[tick - delay]});
   }
   return message;
 }
 
-void Route::add_leg(Message& message, Message::Leg leg) const {
+void Pipeline::add_leg(Message& message, Message::Leg leg) const {
   message.legs.push_back(leg);
   const auto format = codec_->format(leg.number, *leg.bucket);
   message.is_own_wire = !format;
@@ -84,35 +82,34 @@ void Route::add_leg(Message& message, Message::Leg leg) const {
   message.places.push_back(place_in(message, leg, *format));
 }
 
-c10::ScalarType Route::dtype_of(size_t leg, Bucket& bucket) const {
+c10::ScalarType Pipeline::dtype_of(size_t leg, Bucket& bucket) const {
   const auto format = codec_->format(leg, bucket);
   return format ? format->dtype : codec_->carrier(leg, bucket).layout.format().dtype;
 }
 
 // ------------------------------------------------------------------------------ note [Room for the status], exchange.h
 
-// The last bucket has, if one collective over all ranks adds up its last message, in a dtype that can count them. A transport of
+// There is, if one collective over all ranks adds up the last bucket's last message, in a dtype that can count them. A transport of
 // several rounds may fail in the second one: then ranks that have the others' shards would go on. On a device with streams a
 // status of its own costs the host nothing.
-bool Route::has_room_for_status(Bucket& bucket) const {
-  const bool is_last = bucket.index() + 1 == bucket.layout.count();
+bool Pipeline::has_room_for_status(Bucket& last) const {
   const auto& transport = *transports_.back();
-  if (!is_last || stretches_.size() > 1 || transport.rounds() > 1 || !transport.gives_the_sum_to_all()) return false;
+  if (stretches_.size() > 1 || transport.rounds() > 1 || !transport.gives_the_sum_to_all()) return false;
   const auto ranks = transport.lanes().ranks();
-  return ranks > 1 && ranks <= counts_up_to(dtype_of(codec_->legs() - 1, bucket)) && !has_streams(bucket.device());
+  return ranks > 1 && ranks <= counts_up_to(dtype_of(codec_->legs() - 1, last)) && !has_streams(last.device());
 }
 
-void Route::make_room_for_status(Bucket& last) {
+void Pipeline::make_room_for_status(Bucket& last) {
   with_status_ = &message_of(last, codec_->legs() - 1);
   if (with_status_->is_own_wire) return;
   status_place_ =
-      place_in(*with_status_, with_status_->legs.front(), {dtype_of(codec_->legs() - 1, last), Exchange::kStatusRoom});
+      place_in(*with_status_, with_status_->legs.front(), {dtype_of(codec_->legs() - 1, last), kStatusRoom});
 }
 
 // -------------------------------------------------------------------------------------------- note [Wires of messages]
 
 // Reserves places in the slab of the lane that carries the message's first piece.
-void Route::reserve(Message& message, Slabs* slabs) {
+void Pipeline::reserve(Message& message, Slabs* slabs) {
   if (message.legs.empty()) return;
   auto& bucket = message.last_bucket();
   auto& lane = message.transport->lanes().of(message.tick, 0);
@@ -130,7 +127,7 @@ void Route::reserve(Message& message, Slabs* slabs) {
 }
 
 // The formats of `Message::sums`.
-std::vector<Message::Format> Route::beside(const Message& message, bool gives_room) const {
+std::vector<Message::Format> Pipeline::beside(const Message& message, bool gives_room) const {
   if (codec_->keeps_what_it_sent()) return message.formats;
   if (!gives_room || !message.transport->takes_room()) return {};
   if (!message.is_own_wire) return message.formats;
@@ -138,12 +135,12 @@ std::vector<Message::Format> Route::beside(const Message& message, bool gives_ro
   return {{layout.wire_options(), layout.wire_length()}};
 }
 
-void Route::need_wires(Stretch& stretch, size_t tick) {
+void Pipeline::need_wires(Stretch& stretch, size_t tick) {
   if (tick < stretch.messages.size()) need_wires(stretch.messages[tick]);
 }
 
 // Makes the message's wires, before their first use in a window.
-void Route::need_wires(Message& message) {
+void Pipeline::need_wires(Message& message) {
   if (std::exchange(message.has_wires, true) || message.legs.empty()) return;
   const auto zeros = [&](const Message::Format& format) {
     const auto& options = format.first;
