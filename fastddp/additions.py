@@ -48,7 +48,6 @@ class Additions(TorchSurface):
                 f"sample_steps(every={every!r}): every is a number of steps, or 0 for none." + see("FD024")
             )
         next_window = self.reducer.windows() + (self.reducer.state not in ("idle", "finished"))
-        self.logger.others_sample = True
         self.reducer.sample_every(every, next_window)
         self.engine.slow_ranks = None
         if compare_ranks and every > 0 and self.process_group.size() > 1:
@@ -64,7 +63,7 @@ class Additions(TorchSurface):
             None before the first report. :meth:`sample_steps` asks for reports. A step is complete when the next one
             begins; a step that began before buckets were rebuilt does not count.
         """
-        sampled = self.reducer.sampled() if self.logger.others_sample else None
+        sampled = self.reducer.sampled()
         if sampled is None:
             return None
         slow_ranks, setting = self.engine.slow_ranks, self.engine.now.setting

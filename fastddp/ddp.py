@@ -325,12 +325,8 @@ class DistributedDataParallel(Additions):
                 gradients out.
         """
         with Range("DistributedDataParallel.forward"):  # torch's name for it
-            try:
-                inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-                return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
-            except Exception as error:
-                self.logger.forward_raised(error)
-                raise
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
     @torch._disable_dynamo(recursive=False)
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -353,10 +349,7 @@ class DistributedDataParallel(Additions):
         if grad_enabled:
             engine.check_none_missing()
             engine.look_for_corruption()
-            self.logger.forward_begins(self.reducer)
         self.reducer.begin_forward(grad_enabled)
-        if grad_enabled:
-            self.logger.times.forward_runs()
         Join.notify_join_context(self)
         self._note_who_has_inputs()
         joining.tell_of_forward(engine.now, synchronises)

@@ -9,7 +9,7 @@ from bench.faults.entries import FAULTS, Fault
 from bench.harness import Row
 
 HEAD = (
-    "| what one rank does | fastddp names rank, cause and parameter | as | after s, median and most "
+    "| what one rank does | runs of which fastddp names rank, cause and parameter | as | after s, median and most "
     "| torch's DDP, within 20 s |\n|---|---|---|---|---|"
 )
 
@@ -22,7 +22,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
 def _line(fault: Fault, rows: Sequence[Row]) -> str:
     own = [row for row in rows if row["implementation"] == "fastddp"]
     torchs = [row for row in rows if row["implementation"] == "torch"]
-    right = f"{sum(row['right'] for row in own)} of {len(own)} runs"
+    right = f"{sum(row['right'] for row in own)} of {len(own)}"
     cells = [fault.about, right, _kinds(own), _seconds(own), _of_torch(fault, torchs)]
     return f"| {' | '.join(cells)} |"
 
@@ -44,8 +44,5 @@ def _of_torch(fault: Fault, rows: Sequence[Row]) -> str:
         return "not run"
     if fault.is_harmless:
         return "no word" if all(row["right"] for row in rows) else "an error"
-    said = [
-        "names it" if row["right"] else "an error, without all of that" if row["by"] == "error" else "nothing"
-        for row in rows
-    ]
+    said = ["names it" if row["right"] else "an error" if row["by"] == "error" else "nothing" for row in rows]
     return ", ".join(dict.fromkeys(said))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from bench import harness
-from fastddp.tools.doctor import nvml
 
 
 def facts(device: torch.device) -> harness.Row:
@@ -43,15 +42,34 @@ def state(device: torch.device) -> harness.Row:
 
 def read_nvml(module: Any, handle: Any) -> harness.Row:
     """The columns of one GPU, from the module pynvml or one that looks like it."""
-    driver = nvml.Driver(module)
-    gpu = nvml.read_gpu(driver, handle)
-    same = ("sm_mhz", "sm_max_mhz", "memory_mhz", "memory_max_mhz", "power_w", "temperature_c", "ecc")
+
+    def ask(function: str, *arguments: Any) -> Any:
+        try:
+            return getattr(module, function)(*arguments)
+        except (AttributeError, module.NVMLError):
+            return None
+
+    power, ecc = ask("nvmlDeviceGetPowerUsage", handle), ask("nvmlDeviceGetEccMode", handle)
+    mask = ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
     return {
-        "driver": driver.ask("nvmlSystemGetDriverVersion"),
-        "gpu_name": gpu.name,
-        "throttle_reasons": None if gpu.slowed_by is None else list(gpu.slowed_by),
-        **{name: getattr(gpu, name) for name in same},
+        "driver": ask("nvmlSystemGetDriverVersion"),
+        "gpu_name": ask("nvmlDeviceGetName", handle),
+        "throttle_reasons": None if mask is None else _names_of_reasons(module, mask),
+        "sm_mhz": ask("nvmlDeviceGetClockInfo", handle, module.NVML_CLOCK_SM),
+        "sm_max_mhz": ask("nvmlDeviceGetMaxClockInfo", handle, module.NVML_CLOCK_SM),
+        "memory_mhz": ask("nvmlDeviceGetClockInfo", handle, module.NVML_CLOCK_MEM),
+        "memory_max_mhz": ask("nvmlDeviceGetMaxClockInfo", handle, module.NVML_CLOCK_MEM),
+        "power_w": None if power is None else power / 1000,
+        "temperature_c": ask("nvmlDeviceGetTemperature", handle, module.NVML_TEMPERATURE_GPU),
+        "ecc": None if ecc is None else bool(ecc[0]),
     }
+
+
+def _names_of_reasons(module: Any, mask: int) -> list[str]:
+    """What keeps the clocks down: NVML's names of the set bits."""
+    prefix = "nvmlClocksEventReason"
+    names = {getattr(module, name): name.removeprefix(prefix) for name in dir(module) if name.startswith(prefix)}
+    return [names.get(1 << bit, f"bit {bit}") for bit in range(mask.bit_length()) if mask >> bit & 1]
 
 
 @functools.cache

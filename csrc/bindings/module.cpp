@@ -193,7 +193,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           [](Reducer& reducer, size_t windows, size_t first) {
             reducer.observer()->sampler().set_every(windows, first);
           },
-          py::arg("windows"), py::arg("first") = 0, no_gil)
+          py::arg("windows"), py::arg("first"), no_gil)
       .def(
           "sampled", [](Reducer& reducer) { return reducer.observer()->sampler().last(); }, no_gil)
       .def("forget_sums", &Reducer::forget_sums, no_gil)

@@ -303,10 +303,7 @@ void Pipeline::wait_for_sum(size_t leg, Bucket& bucket) {
   auto& message = message_of(bucket, leg);
   const auto last_round = message.transport->rounds() - 1;
   const BucketRange range("wait", codec_->carrier(leg, bucket), delays_[leg] + last_round);
-  for (auto& piece : message.pieces) {
-    complete(message, last_round, piece);
-    message.transport->note_came(piece);
-  }
+  for (auto& piece : message.pieces) complete(message, last_round, piece);
   if (message.is_own_wire) codec_->note_came(leg, bucket, message.own_wire);
 }
 

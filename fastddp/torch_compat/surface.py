@@ -105,16 +105,13 @@ class TorchSurface(TorchDDP):
         return logging_data(self, self.engine, self.logger, names)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Take the times of :meth:`_get_ddp_logging_data` in every ``sample_rate``-th step after the tenth.
+        """Do nothing more than to check ``sample_rate``: :meth:`step_report` tells the times of steps.
 
         Raises:
             ValueError: it is below 1.
         """
         if sample_rate < 1:
-            error = ValueError(f"The sample rate must be 1 or more steps, got {sample_rate}." + see("FD024"))
-            self.logger.set_error_and_log(f"{ValueError}: {error}")
-            raise error
-        self.logger.times.rate = sample_rate
+            raise ValueError(f"The sample rate must be 1 or more steps, got {sample_rate}." + see("FD024"))
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Do nothing: fastddp returns the module's own outputs, never clones."""

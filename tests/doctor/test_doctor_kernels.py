@@ -98,8 +98,8 @@ def test_operators_in_place_of_kernels_that_a_gpu_should_have_are_wrong(simulate
 def test_what_is_wrong_given_up_or_not_checked_ends_the_doctor_with_status_1(check: KernelCheck) -> None:
     found = tuple(kernel_checks.findings([check]))
     assert [finding.level for finding in found] == ["wrong"]
-    assert Report(None, None, (), (), None, found).status == 1
-    assert Report(None, None, (), (), None, ()).status == 0
+    assert Report(None, None, (), None, found).status == 1
+    assert Report(None, None, (), None, ()).status == 0
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, kernels: str, step: str, spoilt: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastddp
-from fastddp.tools.doctor import environment, software
+from fastddp.tools.doctor import software
 from fastddp.tools.doctor.software import Software
 from repository import ROOT
 
@@ -28,7 +28,7 @@ def test_what_is_installed_here_fits() -> None:
     assert lines["fastddp"] == fastddp.__version__
     assert lines["fastddp._C"].startswith("built for torch ")
     assert "no use" not in lines["fastddp._C"]
-    assert [finding for finding in software.findings(INSTALLED, []) if finding.level == "wrong"] == []
+    assert [finding for finding in software.findings(INSTALLED) if finding.level == "wrong"] == []
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_what_needs_the_extension_raises_the_error_of_the_import(copy: Path) -> 
 sys.path.insert(0, {str(copy)!r})
 import fastddp_command
 fastddp_command._import_lazily()
-import fastddp, fastddp.tools.doctor.nvml
+import fastddp, fastddp.tools.doctor.software
 for ask in (lambda: fastddp.DistributedDataParallel, lambda: __import__("fastddp.exchange.launching")):
     try:
         ask()
@@ -140,7 +140,7 @@ print(fastddp.clip_grad_norm_ is fastddp.clipping.clip_grad_norm_)
     assert run_python(code)[1] == "True\n"
 
 
-FITS = replace(INSTALLED, torch="2.13.0", misfit=None, triton_problem=None, nvtx=True)
+FITS = replace(INSTALLED, torch="2.13.0", misfit=None, triton_problem=None, nvtx=True, driver="", gpus=())
 
 
 WITHOUT_TRITON = replace(FITS, triton=None, triton_problem="Triton does not import: No module named 'triton'.")
@@ -156,10 +156,16 @@ WITHOUT_TRITON = replace(FITS, triton=None, triton_problem="Triton does not impo
         (WITHOUT_TRITON, [75], [("remark", "Triton"), ("remark", "GPUs")]),
         (replace(FITS, nvtx=False), [], [("remark", "NVTX")]),
         (replace(FITS, torch="2.9.1+cu128"), [], [("wrong", "torch")]),
+        (replace(FITS, driver="580.95.05"), [], [("wrong", "torch")]),
+        (replace(FITS, gpus=("H100", "A100")), [90, 80], [("wrong", "GPUs")]),
     ],
 )
-def test_what_does_not_fit_is_found(found: Software, capabilities: list[int], expected: list[Any]) -> None:
-    assert [(finding.level, finding.about) for finding in software.findings(found, capabilities)] == expected
+def test_what_does_not_fit_is_found(
+    monkeypatch: pytest.MonkeyPatch, found: Software, capabilities: list[int], expected: list[Any]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    judged = software.findings(replace(found, capabilities=tuple(capabilities)))
+    assert [(finding.level, finding.about) for finding in judged] == expected
 
 
 def test_ranks_that_differ_are_named() -> None:
@@ -175,7 +181,7 @@ def test_ranks_that_differ_are_named() -> None:
 
 
 def test_settings_that_slow_a_job_down_are_found() -> None:
-    assert environment.findings({}) == []
-    assert environment.findings({"CUDA_LAUNCH_BLOCKING": "0", "NCCL_P2P_DISABLE": "0"}) == []
+    assert software.environment_findings({}) == []
+    assert software.environment_findings({"CUDA_LAUNCH_BLOCKING": "0", "NCCL_P2P_DISABLE": "0"}) == []
     slow = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "detail"}
-    assert [finding.level for finding in environment.findings(slow)] == ["wrong", "remark", "remark"]
+    assert [finding.level for finding in software.environment_findings(slow)] == ["wrong", "remark", "remark"]

@@ -28,24 +28,23 @@ def die(*arguments: Any) -> NoReturn:
     raise AssertionError
 
 
-def hang_in_round_2(number: int, words: str) -> None:
-    if "round 2" in words:
+def hang_in_allreduce_2(number: int, words: str) -> None:
+    if number == 2:
         hang()
 
 
 def main() -> None:
     trouble = sys.argv.pop(1)
-    exchange.REPETITIONS.clear()
-    exchange.REPETITIONS.update({8: 2, 2**20: 1})
+    exchange.MIB = 1
     measure: Any = exchange.measure
     if os.environ["RANK"] == "1":
         if trouble == "other versions":
             installed = replace(software.look(), torch="2.12.1", nccl="2.20.5")
             software.look = lambda: installed
         elif trouble == "wrong sums":
-            exchange.measure = lambda *arguments: [replace(one, is_right=False) for one in measure(*arguments)]
-        elif trouble == "hang in round 2":
-            exchange.measure = lambda *arguments: measure(*arguments[:-1], hang_in_round_2)
+            exchange.measure = lambda *arguments: replace(measure(*arguments), is_right=False)
+        elif trouble == "hang in allreduce 2":
+            exchange.measure = lambda *arguments: measure(*arguments[:-1], hang_in_allreduce_2)
         elif trouble != "none":
             action, place = trouble.split(" in ")
             act = {"hang": hang, "fail": fail, "die": die}[action]

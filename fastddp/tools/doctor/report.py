@@ -8,22 +8,12 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from fastddp.tools.doctor import environment, exchange, gpu_findings, kernel_checks, software, torch_gpus
+from fastddp.tools.doctor import exchange, kernel_checks, software
 from fastddp.tools.doctor.examination import Examination
 from fastddp.tools.doctor.exchange import Exchange, Timing
-from fastddp.tools.doctor.findings import Finding, remark, wrong
+from fastddp.tools.doctor.findings import Finding, remark
 from fastddp.tools.doctor.kernel_checks import KernelCheck
-from fastddp.tools.doctor.nvml import Machine
 from fastddp.tools.doctor.software import Software
-
-
-@dataclass(frozen=True)
-class MachineReport:
-    """One machine."""
-
-    host: str
-    machine: Machine
-    torch_numbers: dict[int, int]  # NVML's number of a GPU → torch's
 
 
 @dataclass(frozen=True)
@@ -40,7 +30,6 @@ class Report:
 
     ranks: int | None  # None: it was not started by torchrun
     software: Software | None  # of the lowest rank that answered
-    machines: tuple[MachineReport, ...]
     kernels: tuple[KernelReport, ...]
     exchange: Exchange | None
     findings: tuple[Finding, ...]  # what is wrong comes first
@@ -56,7 +45,7 @@ def write(
     by_rank: Mapping[int, Examination],
     found_by_ranks: Sequence[Finding] = (),
     backend: str | None = None,
-    timings: Mapping[int, Sequence[Timing]] | None = None,
+    timings: Mapping[int, Timing] | None = None,
 ) -> Report:
     """Judge what was found out.
 
@@ -65,101 +54,37 @@ def write(
         by_rank: what each rank that answered found out.
         found_by_ranks: what was noticed while they answered.
         backend: over which they exchanged, if they did.
-        timings: of all ranks' allreduces.
+        timings: of all ranks' allreduces, if none failed.
     """
     if not by_rank:
-        return Report(ranks, None, (), (), None, tuple(found_by_ranks))
+        return Report(ranks, None, (), None, tuple(found_by_ranks))
     by_rank = dict(sorted(by_rank.items()))
     first = by_rank[min(by_rank)]
-    machines = {rank: facts for rank, facts in by_rank.items() if facts.machine is not None}
-    gpu_of_rank = {rank: facts.gpu for rank, facts in by_rank.items()}
-    found = [
-        *found_by_ranks,
-        *software.findings(first.software, first.torch_gpus.capabilities),
-        *environment.findings(os.environ),
-        *_about_machines(machines),
-        *_about_kernels(by_rank, ranks),
-    ]
-    if backend is not None:
-        has_gpus = any(facts.machine is not None and facts.machine.gpus for facts in machines.values())
-        found += exchange.backend_findings(backend, gpu_of_rank, has_gpus)
+    found = [*found_by_ranks, *software.findings(first.software), *software.environment_findings(os.environ)]
+    for rank, facts in by_rank.items():
+        found += kernel_checks.findings(facts.kernels, "" if ranks is None else f"rank {rank}, ")
+    found += _about_load(by_rank)
     exchanged = None
-    if backend is not None and timings:
-        exchanged = exchange.put_together(backend, timings)
-        found += exchange.findings(exchanged, timings, _nvlink_gb_per_s(list(machines.values())))
+    if backend is not None:
+        found += exchange.findings(backend, {rank: facts.gpu for rank, facts in by_rank.items()}, timings or {})
+        exchanged = exchange.put_together(backend, timings) if timings else None
+    checks = [(rank, check) for rank, facts in by_rank.items() for check in facts.kernels]
     return Report(
         ranks,
         first.software,
-        tuple(
-            MachineReport(facts.host, facts.machine, facts.torch_gpus.numbers(facts.machine))
-            for facts in machines.values()
-            if facts.machine is not None
-        ),
-        tuple(
-            KernelReport(None if ranks is None else rank, check)
-            for rank, facts in by_rank.items()
-            for check in facts.kernels
-        ),
+        tuple(KernelReport(None if ranks is None else rank, check) for rank, check in checks),
         exchanged,
         tuple(sorted(found, key=lambda finding: finding.level != "wrong")),
     )
 
 
-def _about_machines(by_rank: Mapping[int, Examination]) -> list[Finding]:
-    found: list[Finding] = []
-    for facts in by_rank.values():
-        assert facts.machine is not None
-        about = f"{facts.host}: " if len(by_rank) > 1 else ""
-        used = facts.torch_gpus.used(facts.machine)
-        judged = gpu_findings.findings(facts.machine, used)
-        judged += torch_gpus.findings(facts.torch_gpus, facts.machine, facts.hidden_by)
-        judged += _about_load(facts)
-        found += [Finding(f.level, about + f.about, f.what, f.remedy) for f in judged]
-    return found + _differences(list(by_rank.values()))
-
-
-def _about_load(facts: Examination) -> list[Finding]:
-    if facts.load <= facts.cores:
+def _about_load(by_rank: Mapping[int, Examination]) -> list[Finding]:
+    loads = {facts.host: (facts.load, facts.cores) for facts in reversed(list(by_rank.values()))}
+    busy = [f"{host}: load {load:.1f} on {cores} cores" for host, (load, cores) in loads.items() if load > cores]
+    if not busy:
         return []
-    what = f"The machine was busy before this began: load {facts.load:.1f} on {facts.cores} cores."
+    what = f"Machines were busy before this began ({'; '.join(busy)})."
     return [remark("times", what, "What is measured here says little. Run this again while nothing else computes.")]
-
-
-def _differences(machines: Sequence[Examination]) -> list[Finding]:
-    found = []
-    drivers = {facts.host: facts.machine.driver or "none" for facts in machines if facts.machine is not None}
-    if len(set(drivers.values())) > 1:
-        found.append(remark("driver", f"Machines differ: {_by_host(drivers)}.", "Install one driver everywhere."))
-    gpus = {facts.host: ", ".join(sorted(set(facts.torch_gpus.names))) or "none" for facts in machines}
-    if len(set(gpus.values())) > 1:
-        choose = "Choose machines of one kind: each step waits for the slowest GPU."
-        found.append(wrong("GPUs", f"Machines differ: {_by_host(gpus)}.", choose))
-    return found
-
-
-def _by_host(values: Mapping[str, str]) -> str:
-    return ", ".join(f"{value} on {host}" for host, value in values.items())
-
-
-def _about_kernels(by_rank: Mapping[int, Examination], ranks: int | None) -> list[Finding]:
-    return [
-        finding
-        for rank, facts in by_rank.items()
-        for finding in kernel_checks.findings(facts.kernels, "" if ranks is None else f"rank {rank}, ")
-    ]
-
-
-def _nvlink_gb_per_s(machines: Sequence[Examination]) -> float | None:
-    """The speed of a GPU's NVLinks in each direction, if only NVLinks lie between ranks."""
-    if len(machines) != 1 or machines[0].machine is None:
-        return None
-    machine = machines[0].machine
-    used = machines[0].torch_gpus.used(machine)
-    paths = [machine.topology[one.index][other.index] for one in used for other in used if one is not other]
-    if not paths or not all((path or "").startswith("NV") for path in paths):
-        return None
-    speeds = [[link.gb_per_s for link in gpu.active_nvlinks] for gpu in used]
-    return min(sum(speed or 0.0 for speed in of_gpu) for of_gpu in speeds) or None
 
 
 def choose_backend(by_rank: Mapping[int, Examination]) -> str:

@@ -1,14 +1,15 @@
-"""Versions, and whether they fit each other."""
+"""Versions, GPUs and settings, and whether they fit each other."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +18,13 @@ from fastddp.listing import ranks
 from fastddp.tools.doctor.findings import Finding, remark, wrong
 
 _OLDEST_TORCH = (2, 11)
-_MAY_DIFFER = ("Python", "nvcc")  # between ranks, without harm
+_MAY_DIFFER = ("Python", "driver")  # between ranks, without harm
+_SLOW_SETTINGS = {
+    "CUDA_LAUNCH_BLOCKING": "makes the host wait for each kernel: nothing overlaps backward",
+    "NCCL_P2P_DISABLE": "keeps NCCL from NVLink and from PCIe between GPUs",
+    "NCCL_SHM_DISABLE": "keeps NCCL from memory that processes share",
+    "NCCL_IB_DISABLE": "keeps NCCL from InfiniBand and RoCE",
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,10 @@ class Software:
     nvtx: bool | None  # whether names for NVTX were compiled in
     misfit: str | None  # why fastddp._C is of no use
     misfit_remedy: str
-    nvcc: str | None  # where it is
+    driver: str  # empty: none, or it does not answer
+    gpus: tuple[str, ...] = ()  # that torch sees, by name
+    capabilities: tuple[int, ...] = ()  # of these, without the dot
+    gpu_problem: str = ""  # why torch sees none though there is a driver
 
     def lines(self) -> dict[str, str]:
         """What to show: name → version or what it lacks."""
@@ -51,7 +61,8 @@ class Software:
             "fastddp": self.fastddp or "not installed",
             "fastddp._C": extension,
             "NVTX": nvtx,
-            "nvcc": self.nvcc or "not found (not needed: Triton brings its own compiler)",
+            "driver": self.driver or "no NVIDIA driver",
+            "GPUs": ", ".join(f"{self.gpus.count(name)} x {name}" for name in dict.fromkeys(self.gpus)) or "none",
         }
 
 
@@ -60,6 +71,7 @@ def look() -> Software:
     triton, triton_problem = _triton()
     misfit, remedy = _misfit()
     built_for, nvtx = _build()
+    gpus, problem = _gpus()
     return Software(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -72,8 +84,32 @@ def look() -> Software:
         nvtx=nvtx,
         misfit=misfit,
         misfit_remedy=remedy,
-        nvcc=shutil.which("nvcc"),
+        driver=_driver(),
+        gpus=tuple(gpu.name for gpu in gpus),
+        capabilities=tuple(10 * gpu.major + gpu.minor for gpu in gpus),
+        gpu_problem=problem,
     )
+
+
+def _driver() -> str:
+    """The driver's version as NVML gives it; empty: there is none."""
+    try:
+        pynvml = importlib.import_module("pynvml")
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # no library, no driver, one that does not answer
+        return ""
+
+
+def _gpus() -> tuple[list[Any], str]:
+    """Properties of the GPUs that torch sees, or why there are none; initialises CUDA."""
+    if not torch.backends.cuda.is_built():
+        return [], "this torch was built without CUDA"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # of many types, and their texts say what to do
+        return [], str(error).strip().splitlines()[0]
+    return [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())], ""
 
 
 def versions() -> str:
@@ -128,14 +164,20 @@ def _build() -> tuple[str | None, bool | None]:
     return record.torch_version, None if headers is None else bool(headers)
 
 
-def findings(software: Software, capabilities: Sequence[int]) -> list[Finding]:
-    """Findings on what does not fit.
-
-    Args:
-        software: what is installed.
-        capabilities: of the GPUs that torch sees, without the dot.
-    """
+def findings(software: Software) -> list[Finding]:
+    """Findings on what does not fit."""
     found = []
+    capabilities = software.capabilities
+    if software.driver and not capabilities:
+        what = (
+            f"There is an NVIDIA driver, and torch uses no GPU: {software.gpu_problem.rstrip('.') or 'it sees none'}."
+        )
+        look = "See nvidia-smi, CUDA_VISIBLE_DEVICES, and whether a container was started with GPUs."
+        make = remark if "CUDA_VISIBLE_DEVICES" in os.environ else wrong
+        found.append(make("torch", what, look))
+    if len(set(software.gpus)) > 1:
+        what = f"They are of different kinds ({', '.join(software.gpus)}): each step waits for the slowest."
+        found.append(wrong("GPUs", what, "Choose GPUs of one kind with CUDA_VISIBLE_DEVICES."))
     least_capability = _least_capability(software)
     if tuple(int(part) for part in software.torch.split(".")[:2]) < _OLDEST_TORCH:
         found.append(
@@ -157,6 +199,19 @@ def findings(software: Software, capabilities: Sequence[int]) -> list[Finding]:
     if software.nvtx is False:
         headers = "If you want them, install CUDA's headers (pip install nvidia-nvtx) and build fastddp again."
         found.append(remark("NVTX", "Nsight Systems will show no names of fastddp's; torch.profiler does.", headers))
+    return found
+
+
+def environment_findings(environment: Mapping[str, str]) -> list[Finding]:
+    """Findings on settings in the environment that silently slow a job down."""
+    found = []
+    for name, what in _SLOW_SETTINGS.items():
+        if environment.get(name, "") not in ("", "0"):
+            make = wrong if name == "CUDA_LAUNCH_BLOCKING" else remark
+            found.append(make("environment", f"{name} {what}.", "Unset it, if nobody remembers why it is there."))
+    if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        what = "TORCH_DISTRIBUTED_DEBUG=DETAIL lets ranks compare each collective before it runs."
+        found.append(remark("environment", what, "Unset it when you look for no hang."))
     return found
 
 
@@ -185,7 +240,5 @@ def differences(by_rank: Mapping[int, Mapping[str, str]]) -> list[Finding]:
         usual, *others = sorted(ranks_by_value.items(), key=lambda item: -len(item[1]))
         make = remark if name in _MAY_DIFFER else wrong
         what = "; ".join(f"{value} on {ranks(numbers)}" for value, numbers in others)
-        found.append(
-            make(name, f"Ranks differ: {what}; {usual[0]} on {ranks(usual[1])}.", "Install the same on all machines.")
-        )
+        found.append(make(name, f"Ranks differ: {what}; {usual[0]} on {ranks(usual[1])}.", "Make all machines alike."))
     return found

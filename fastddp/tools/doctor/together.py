@@ -28,7 +28,7 @@ _KINDS: dict[str, Any] = {
     "software": dict[str, str],
     "examination": Examination,
     "backend": str | None,
-    "exchange": list[Timing],
+    "exchange": Timing,
     "verdict": bool,
 }
 """What ranks post, by stage."""
@@ -65,7 +65,7 @@ def _work(seat: Seat, store: dist.Store, seconds: float) -> None:
     def examined() -> Examination:
         return examine(seat.local_rank, lambda words: board.tell(seat.rank, 0, words))
 
-    def measured() -> list[Timing]:
+    def measured() -> Timing:
         assert mine is not None
         device = torch.device(mine.device if backend == "nccl" else "cpu")
         group_store = dist.PrefixStore("group", store)
