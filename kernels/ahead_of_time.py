@@ -178,10 +178,10 @@ def compile_block8(
     rounding = {"STOCHASTIC": stochastic}
     wire, tables = {"wire": "*u8"}, {"gradients": "*i64", "runs": "*i64"}
     error, scale, key = {"error": "*fp32"}, {"scale": "fp64"}, {"key": "i64"}
-    kept = {"kept": "*fp32"}
+    before = {"before": "*fp32"}
     shards, places = {"shards": "*i64", "count": "i64", "target": "*u8"}, {"blocks": "i64", "first_element": "i64"}
     wanted: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
-        (block8_kernels.block8_encode_kernel, wire | error | kept | tables | scale | key, both | rounding),
+        (block8_kernels.block8_encode_kernel, wire | before | error | tables | scale | key, both | rounding),
         (block8_kernels.block8_add_kernel, shards | error | places | key, form | rounding),
         (block8_kernels.block8_decode_kernel, wire | tables | {"partials": "*fp64"}, both),
     ]

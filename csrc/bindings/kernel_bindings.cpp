@@ -60,7 +60,8 @@ std::tuple<std::map<std::string, Words>, std::optional<c10::ScalarType>, std::op
 using GivenMatrix = std::tuple<OptionalTensor, OptionalTensor, at::Tensor, at::Tensor>;  // gradient, memory, p, q
 
 // `before`: by matrix; without: the memory.
-std::vector<LowRankMatrix> low_rank_matrices(const std::vector<GivenMatrix>& given, const OptionalTensors& before = {}) {
+std::vector<LowRankMatrix> low_rank_matrices(const std::vector<GivenMatrix>& given,
+                                             const OptionalTensors& before = {}) {
   std::vector<LowRankMatrix> result;
   for (const auto& [gradient, memory, p, q] : given) {
     const auto none = at::Tensor();

@@ -23,19 +23,20 @@ struct Coded {
   int64_t blocks = 0;
   int64_t block = 0;  // elements
   at::Tensor error;   // undefined: no error feedback
-  at::Tensor kept;    // the error when the step began, of changed members
+  at::Tensor before;  // the error when the step began, if it has changed: note [Errors change places], kept.h
+  bool has_changed = false;
   at::Tensor wire, sum;
   std::unique_ptr<Block8Kernels> kernels;
   // This window's.
   FlatGradients flat;
   std::vector<BlockedGradient> gradients;  // by member; undefined: not encoded yet
-  // By member: when this step first changed the error.
+  // By member: when this step first changed the error. Where it has not, but the bucket's has: it is in `before`.
   enum class Changed : uint8_t { no, in_this_window, before };
   std::vector<Changed> changed;
   std::vector<at::Tensor> errors_before;  // by member: the error before this window, if discard() may need it
 
   at::Tensor error_of(size_t member) const { return own_blocks(error, member); }
-  at::Tensor kept_of(size_t member) const { return own_blocks(kept, member); }
+  at::Tensor before_of(size_t member) const { return own_blocks(before, member); }
 
   at::Tensor own_blocks(const at::Tensor& errors, size_t member) const {
     const auto begin = first_blocks[member];
@@ -61,9 +62,9 @@ uint64_t mixed(uint64_t x) {
 // travels, and after the ranks' values have been added up. The rank that adds knows the second error and adds it to its own. It
 // reaches the next window's sum, whichever rank's gradients it came from. So no error is lost.
 //
-// A step that no optimizer takes is undone (note [What is remembered for good], codec.h). So the step's first encode() copies
-// the errors. A rank without gradients of its own (torch's Join, or a window that fails) changes its errors only when it adds
-// up others' gradients. Then add() copies them.
+// A step that no optimizer takes is undone (note [What is remembered for good], codec.h). So the bucket's two buffers change
+// places when the step first changes one of its errors. A member that is not encoded then (torch's Join, or a window that fails)
+// gets its errors by copy_rest().
 class Block8Codec : public Codec, private Adder {
  public:
   Block8Codec(Block8Options options, std::shared_ptr<Block8Errors> errors)
@@ -139,7 +140,7 @@ class Block8Codec : public Codec, private Adder {
   void discard(Bucket& bucket, size_t member) override {
     auto& coded = coded_[bucket.index()];
     auto before = std::exchange(coded.errors_before[member], {});
-    if (!before.defined() && coded.changed[member] == Coded::Changed::in_this_window) before = coded.kept_of(member);
+    if (!before.defined() && coded.changed[member] == Coded::Changed::in_this_window) before = coded.before_of(member);
     if (!before.defined()) return;
     // Orders no gradients.
     keep_for_current_stream(before);
@@ -154,10 +155,16 @@ class Block8Codec : public Codec, private Adder {
     groups.narrow(1, 0, scales).view(at::kFloat).fill_(value);
   }
 
-  void recover(Bucket& bucket) override { end_window(bucket); }
+  void recover(Bucket& bucket) override {
+    copy_rest(coded_[bucket.index()]);
+    end_window(bucket);
+  }
 
   void keep() override {
-    for (auto& coded : coded_) std::ranges::fill(coded.changed, Coded::Changed::no);
+    for (auto& coded : coded_) {
+      coded.has_changed = false;
+      std::ranges::fill(coded.changed, Coded::Changed::no);
+    }
     if (errors_ != nullptr) errors_->kept.clear();
   }
 
@@ -188,7 +195,7 @@ class Block8Codec : public Codec, private Adder {
     const auto groups = (groups_of(coded) + groups_in_a_unit - 1) / groups_in_a_unit * groups_in_a_unit;
     coded.error =
         at::zeros({groups * format_.group_elements()}, at::TensorOptions().dtype(at::kFloat).device(bucket.device()));
-    coded.kept = at::zeros_like(coded.error);
+    coded.before = at::zeros_like(coded.error);
     auto& known = errors_->of_parameters;
     for (size_t member = 0; member < bucket.size(); ++member) {
       const auto parameter = bucket.layout.parameter(member);
@@ -198,12 +205,25 @@ class Block8Codec : public Codec, private Adder {
       const auto own = coded.error_of(member).narrow(0, 0, length);
       if (known[parameter].defined()) own.copy_(known[parameter]);
       known[parameter] = own;
-      // The buckets are new, but the step began with the old ones.
-      const auto kept = parameter < errors_->kept.size() ? errors_->kept[parameter] : at::Tensor();
-      if (!kept.defined()) continue;
-      coded.kept_of(member).narrow(0, 0, length).copy_(kept.narrow(0, 0, length));
+    }
+    take_kept(coded);
+  }
+
+  // The buckets are new, but the step began with the old ones.
+  void take_kept(Coded& coded) const {
+    auto& kept = errors_->kept;
+    const auto is_kept = [&](size_t parameter) { return parameter < kept.size() && kept[parameter].defined(); };
+    if (std::ranges::none_of(coded.parameters, is_kept)) return;
+    coded.has_changed = true;
+    coded.before.copy_(coded.error);
+    kept.resize(errors_->of_parameters.size());
+    for (size_t member = 0; member < coded.parameters.size(); ++member) {
+      auto& own = kept[coded.parameters[member]];
+      const auto before = coded.before_of(member);
+      const auto length = own.defined() ? std::min(own.numel(), before.numel()) : 0;
+      if (length > 0) before.narrow(0, 0, length).copy_(own.narrow(0, 0, length));
+      own = before;
       coded.changed[member] = Coded::Changed::before;
-      errors_->kept[parameter] = coded.kept_of(member);
     }
   }
 
@@ -215,7 +235,8 @@ class Block8Codec : public Codec, private Adder {
 
   void add(size_t number, int64_t first, const std::vector<at::Tensor>& shards, const at::Tensor& target) override {
     auto& coded = coded_[number];
-    keep_rest(coded);
+    keep_errors(coded);
+    copy_rest(coded);
     const auto group = first / format_.group_bytes(), groups = target.numel() / format_.group_bytes();
     const auto element = group * format_.group_elements();
     const auto error =
@@ -238,6 +259,7 @@ class Block8Codec : public Codec, private Adder {
   void encode_members(Bucket& bucket, const std::vector<size_t>& members, double scale) {
     auto& coded = coded_[bucket.index()];
     bucket.measure_local(members);
+    keep_errors(coded);
     std::vector<BlockedGradient> first, later;  // the step's first encode of the member, or a later one
     for (const auto member : members) {
       coded.gradients[member] = {coded.flat.of(bucket, member, travels_from(bucket)), coded.first_blocks[member]};
@@ -246,13 +268,13 @@ class Block8Codec : public Codec, private Adder {
       (is_first ? first : later).push_back(coded.gradients[member]);
       note_change(coded, member, bucket.window[member].may_be_dropped);
     }
-    const auto encode = [&](const auto& gradients, const at::Tensor& kept) {
+    const auto encode = [&](const auto& gradients, const at::Tensor& before) {
       if (gradients.empty()) return;
       const auto drawn = rounding(bucket.index(), /*of_sums=*/false);
-      coded.kernels->encode(gradients, coded.error, kept, coded.wire, scale, drawn);
+      coded.kernels->encode(gradients, before, coded.error, coded.wire, scale, drawn);
     };
-    encode(first, coded.kept);
-    encode(later, {});
+    encode(first, coded.before);
+    encode(later, coded.error);
   }
 
   void note_change(Coded& coded, size_t member, bool may_be_dropped) const {
@@ -262,17 +284,24 @@ class Block8Codec : public Codec, private Adder {
     changed = is_first ? Coded::Changed::in_this_window : Coded::Changed::before;
     const auto parameter = coded.parameters[member];
     if (errors_->kept.size() <= parameter) errors_->kept.resize(parameter + 1);
-    if (is_first) errors_->kept[parameter] = coded.kept_of(member);
+    if (is_first) errors_->kept[parameter] = coded.before_of(member);
     const bool is_copied = may_be_dropped && changed == Coded::Changed::before;
     coded.errors_before[member] = is_copied ? coded.error_of(member).clone() : at::Tensor();
   }
 
-  // Copies the errors of members that were not encoded in this step: note [Errors of block8].
-  void keep_rest(Coded& coded) const {
-    if (!coded.error.defined()) return;
+  // The bucket's errors are about to change: note [Errors change places], kept.h.
+  void keep_errors(Coded& coded) {
+    if (!coded.error.defined() || std::exchange(coded.has_changed, true)) return;
+    is_captured_ = is_captured_ || is_capturing(coded.error.device());
+    if (is_captured_ || !change_places(coded.error, coded.before)) coded.before.copy_(coded.error);
+  }
+
+  // Of members that were not encoded in this step.
+  void copy_rest(Coded& coded) const {
+    if (!coded.has_changed) return;
     for (size_t member = 0; member < coded.changed.size(); ++member) {
       if (coded.changed[member] != Coded::Changed::no) continue;
-      coded.kept_of(member).copy_(coded.error_of(member));
+      coded.error_of(member).copy_(coded.before_of(member));
       note_change(coded, member, /*may_be_dropped=*/false);
     }
   }
@@ -295,7 +324,7 @@ class Block8Codec : public Codec, private Adder {
     for (const auto& tensor : used_by_the_side_stream(bucket)) bucket.window.kept.add(tensor);
     // add() has changed these tensors on the side stream.
     if (coded.error.defined()) keep_for_current_stream(coded.error);
-    if (coded.kept.defined()) keep_for_current_stream(coded.kept);
+    if (coded.before.defined()) keep_for_current_stream(coded.before);
     coded.let_gradients_go();
     end_window(bucket);
   }
@@ -310,11 +339,9 @@ class Block8Codec : public Codec, private Adder {
       if (gradient.defined()) keep_for_current_stream(gradient);
     }
     coded.let_gradients_go();
-    if (!coded.error.defined()) return;
-    for (size_t member = 0; member < coded.changed.size(); ++member) {
-      if (coded.changed[member] != Coded::Changed::no)
-        bring_back(coded.error_of(member), coded.kept_of(member), only_if);
-    }
+    if (!coded.has_changed) return;
+    if (!only_if.defined() && !is_captured_ && change_places(coded.error, coded.before)) return;
+    bring_back(coded.error, coded.before, only_if);
   }
 
   const Block8Options options_;
@@ -322,6 +349,7 @@ class Block8Codec : public Codec, private Adder {
   const std::shared_ptr<Block8Errors> errors_;
   std::vector<Coded> coded_;  // by bucket
   uint64_t window_;           // the number of this window
+  bool is_captured_ = false;  // a step was captured
 };
 
 }  // namespace

@@ -67,7 +67,7 @@ class CpuBlock8Kernels : public Block8Kernels {
       auto* const own = errors == nullptr ? nullptr : errors + block * format_.block;
       const auto* const old = errors_before == nullptr ? nullptr : errors_before + block * format_.block;
       if (own != nullptr) fetch_soon_for_writing(own, format_.block);
-      if (old != own) fetch_soon(old, format_.block);
+      if (old != own) fetch_soon(reinterpret_cast<const uint8_t*>(old), format_.block * 4);
       const auto most = loops_.add_error(gradient, old, static_cast<float>(scale), y, format_.block);
       const auto first = static_cast<uint32_t>(block * format_.block);
       const auto of_block =

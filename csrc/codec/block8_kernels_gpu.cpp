@@ -79,8 +79,8 @@ class GpuBlock8Kernels : public Block8Kernels {
     launch_or_else(
         {kernel},
         [&] {
-          launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), pointer_or_null(before), pointer_or_null(error),
-                        tables.gradients, tables.runs, scale, key_of(rounding));
+          launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), pointer_or_null(before),
+                        pointer_or_null(error), tables.gradients, tables.runs, scale, key_of(rounding));
         },
         [&] { otherwise_->encode(gradients, before, error, wire, scale, rounding); });
   }

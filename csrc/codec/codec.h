@@ -92,8 +92,8 @@ class Codec {
 
   // Note [What is remembered for good]
   // A codec remembers what a step left out, so that the next step makes up for it. If no optimizer steps with the gradients (the
-  // window failed, or the step is skipped), nothing was left out. So a codec keeps what it remembered when the step began, and
-  // undo() restores it bit for bit. It makes the copy when it first changes its memory, not before.
+  // window failed, or the step is skipped), nothing was left out. So a codec keeps what it remembered when the step began, from
+  // when it first changes its memory, and undo() restores it bit for bit.
 
   // A step begins here.
   virtual void keep() {}
@@ -146,7 +146,7 @@ struct Block8Options {
 struct Block8Errors {
   // By parameter: fp32, [elements] in the order of the parameter's memory; undefined: no error so far.
   std::vector<at::Tensor> of_parameters;
-  // By parameter: the errors when the step began, if they have changed since, maybe with padding. For the codec only.
+  // By parameter: the errors when the step began, if they have changed since, maybe with padding. For the codec alone.
   std::vector<at::Tensor> kept;
 };
 

@@ -4,9 +4,28 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/where.h>
 
+#include <utility>
+
 #include "device/streams.h"
 
 namespace fastddp {
+
+// Note [Errors change places]
+// Errors have two buffers. The first encode of a step reads the errors from one and writes what it leaves out to the other, so
+// nothing is copied, and undo() has only to let the two change places again. All tensors that share a buffer's storage, such as
+// those of a state in Python, follow it. A captured graph is replayed on the addresses of its capture. So a codec of which a step
+// was captured copies errors from then on, and its buffers stay where they are.
+
+// The storages of `a` and `b` exchange their memory. False, and nothing happens: they are not the whole of two equal storages.
+inline bool change_places(const at::Tensor& a, const at::Tensor& b) {
+  const auto is_whole = [](const at::Tensor& tensor) {
+    return tensor.storage_offset() == 0 && tensor.storage().nbytes() == static_cast<size_t>(tensor.nbytes());
+  };
+  if (!is_whole(a) || !is_whole(b) || a.nbytes() != b.nbytes()) return false;
+  std::swap(a.storage().unsafeGetStorageImpl()->mutable_data_ptr(),
+            b.storage().unsafeGetStorageImpl()->mutable_data_ptr());
+  return true;
+}
 
 // memory = kept; `only_if` as in Codec::undo().
 inline void bring_back(const at::Tensor& memory, const at::Tensor& kept, const at::Tensor& only_if) {

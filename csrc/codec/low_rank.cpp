@@ -92,7 +92,7 @@ class LowRank : public Codec {
     auto& parts = of(bucket);
     std::vector<size_t> all(parts.matrices.size());
     std::iota(all.begin(), all.end(), size_t{0});
-    parts.keep_first(bucket, all);
+    parts.keep_q(all);
     receive_q(bucket);
     prepare_q(bucket);
   }
@@ -140,6 +140,7 @@ class LowRank : public Codec {
     std::vector<size_t> members;
     for (const auto i : which) members.push_back(parts.compressed[i]);
     bucket.measure_local(members);
+    parts.keep_errors(bucket, which);
     for (const auto i : which) {
       const auto member = parts.compressed[i];
       auto& matrix = parts.matrices[i];
@@ -148,7 +149,6 @@ class LowRank : public Codec {
       bucket.window[member].packed = true;
       matrices.push_back(matrix);
     }
-    parts.keep_first(bucket, which);
     parts.low_rank->compress(matrices, parts.in_message ? scale : 1.0);
   }
 
@@ -157,7 +157,8 @@ class LowRank : public Codec {
     bucket.measure_local();
     auto& parts = of(bucket);
     auto& matrix = parts.matrices.front();
-    parts.keep_first(bucket, {0});
+    parts.keep_errors(bucket, {0});
+    if (!matrix.before.is_same(matrix.memory)) matrix.memory.copy_(matrix.before);
     if (!options_.error_feedback) matrix.memory.zero_();
     const auto all = matrix.memory.view(-1);
     std::vector<at::Tensor> errors, gradients;
@@ -169,7 +170,7 @@ class LowRank : public Codec {
       bucket.window[member].packed = true;
     }
     if (!errors.empty()) at::_foreach_add_(errors, gradients);
-    const LowRankMatrix already_added{{}, matrix.memory, matrix.p, matrix.q};
+    const LowRankMatrix already_added{{}, matrix.memory, matrix.p, matrix.q, matrix.memory};
     parts.low_rank->compress({already_added}, parts.in_message ? scale : 1.0);
   }
 

@@ -63,24 +63,52 @@ void by_groups(int rank, const Function& function) {
   for (; c < rank; ++c) function(std::integral_constant<int, 1>(), c);
 }
 
+#if defined(__x86_64__)
+// Calls function(whether vectors have 512 bits, whether stores to `written` pass the caches: note [Stores past the caches]).
+template <typename T, typename Function>
+void with_vectors(const View<T, float>& view, const T* written, const Function& function) {
+  // 16-bit numbers are read again at once.
+  const bool streams = std::is_same_v<T, float> && reinterpret_cast<uintptr_t>(written) % 64 == 0 &&
+                       view.columns % kColumnsAtOnce == 0 &&
+                       view.rows * view.columns * static_cast<int64_t>(sizeof(T)) >= kStreamFromBytes;
+  const auto of_width = [&](auto wide) {
+    streams ? function(wide, std::true_type()) : function(wide, std::false_type());
+  };
+  has_fma_512() ? of_width(std::true_type()) : of_width(std::false_type());
+}
+#endif
+
 template <typename T, typename C>
 void compress_row(const View<T, C>& view, int64_t row, C scale) {
   const auto first = row * view.columns;
   T* gradient = view.gradient == nullptr ? nullptr : view.gradient + first;
   T* memory = view.memory == nullptr ? nullptr : view.memory + first;
+  const T* before = view.before == nullptr ? nullptr : view.before + first;
   C sums[kMostVectors] = {};
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<C, float>) {
     by_groups(view.vector_columns > 0 ? view.rank : 0, [&](auto vectors, int c) {
-      // The first group adds the gradient to memory. The other groups read memory.
-      const T* add = c == 0 || memory == nullptr ? gradient : nullptr;
-      dot_rows<vectors.value>(add, memory, view.q + c * view.columns, view.columns, view.vector_columns, sums + c);
+      // The first group writes M to memory. The other groups read it there.
+      const bool writes = c == 0 && memory != nullptr && (gradient != nullptr || before != memory);
+      const T* alone = memory == nullptr ? gradient : memory;
+      with_vectors(view, memory, [&](auto wide, auto stream) {
+        constexpr bool streams = stream.value && vectors.value < 8;  // later groups would read it from memory
+        const auto dot = [&] {
+          if constexpr (wide.value)
+            return &vectors_of_512::dot_rows<vectors.value, streams, T>;
+          else
+            return &vectors_of_256::dot_rows<vectors.value, streams, T>;
+        }();
+        dot(writes ? gradient : alone, writes ? before : nullptr, writes ? memory : nullptr, view.q + c * view.columns,
+            view.columns, view.vector_columns, sums + c);
+      });
     });
   }
 #endif
   for (auto j = view.vector_columns; j < view.columns; ++j) {
-    if (memory != nullptr && gradient != nullptr) {
-      memory[j] = static_cast<T>(static_cast<C>(memory[j]) + static_cast<C>(gradient[j]));
+    if (memory != nullptr) {
+      memory[j] =
+          gradient == nullptr ? before[j] : static_cast<T>(static_cast<C>(before[j]) + static_cast<C>(gradient[j]));
     }
     const auto m = static_cast<C>(memory != nullptr ? memory[j] : gradient[j]);
     for (int c = 0; c < view.rank; ++c) sums[c] += m * view.q[c * view.columns + j];
@@ -100,8 +128,10 @@ void project_columns(const View<T, C>& view, int64_t begin, int64_t end, C scale
   if constexpr (std::is_same_v<C, float>) {
     for (; row + 4 <= view.rows && vector_end > begin; row += 4) {
       by_groups(view.rank, [&](auto vectors, int c) {
-        add_four_rows<vectors.value>(m + row * view.columns + begin, view.columns, view.p + row * view.rank + c,
-                                     view.rank, vector_end - begin, view.q + c * view.columns + begin, view.columns);
+        const auto add_rows = has_fma_512() ? &vectors_of_512::add_four_rows<vectors.value, T>
+                                            : &vectors_of_256::add_four_rows<vectors.value, T>;
+        add_rows(m + row * view.columns + begin, view.columns, view.p + row * view.rank + c, view.rank,
+                 vector_end - begin, view.q + c * view.columns + begin, view.columns);
       });
     }
   }
@@ -123,26 +153,28 @@ void project_columns(const View<T, C>& view, int64_t begin, int64_t end, C scale
 #if defined(__x86_64__)
 template <typename T>
 void product_vectors(const View<T, float>& view, T* gradient, T* memory, const float* p, Measured& measured) {
-  const auto run = [&](auto vectors, auto stream) {
-    product_row<vectors.value, stream.value>(gradient, memory, p, view.rank, view.q, view.columns, view.vector_columns,
-                                             measured.sum_of_squares, measured.not_finite);
-  };
-  const auto with_rank = [&](auto stream) {
+  with_vectors(view, gradient, [&](auto wide, auto stream) {
+    const auto run = [&](auto vectors) {
+      const auto product = [&] {
+        if constexpr (wide.value)
+          return &vectors_of_512::product_row<vectors.value, stream.value, T>;
+        else
+          return &vectors_of_256::product_row<vectors.value, stream.value, T>;
+      }();
+      product(gradient, memory, p, view.rank, view.q, view.columns, view.vector_columns, measured.sum_of_squares,
+              measured.not_finite);
+    };
     switch (view.rank) {
       case 1:
-        return run(std::integral_constant<int, 1>(), stream);
+        return run(std::integral_constant<int, 1>());
       case 2:
-        return run(std::integral_constant<int, 2>(), stream);
+        return run(std::integral_constant<int, 2>());
       case 4:
-        return run(std::integral_constant<int, 4>(), stream);
+        return run(std::integral_constant<int, 4>());
       default:
-        return run(std::integral_constant<int, 0>(), stream);
+        return run(std::integral_constant<int, 0>());
     }
-  };
-  // Note [Stores past the caches]. 16-bit gradients are read again at once.
-  const bool stream = std::is_same_v<T, float> && reinterpret_cast<uintptr_t>(gradient) % 32 == 0 &&
-                      view.rows * view.columns * static_cast<int64_t>(sizeof(T)) >= kStreamFromBytes;
-  stream ? with_rank(std::true_type()) : with_rank(std::false_type());
+  });
 }
 #endif
 

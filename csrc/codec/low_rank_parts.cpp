@@ -54,7 +54,7 @@ void LowRankParts::add(const LowRankMemory::Matrix& memory, int64_t rows, uint64
                        const LowRankOptions& options) {
   const auto& [error, q] = memory;
   const auto p = in_message ? at::Tensor() : at::empty({rows, q.size(0)}, q.options());
-  matrices.push_back({{}, error, p, q});
+  matrices.push_back({{}, error, p, q, error});
   before_step_.push_back({options.error_feedback ? at::empty_like(error) : at::Tensor(), at::empty_like(q)});
   numbers.push_back(number);
   rows_.push_back(rows);
@@ -123,26 +123,50 @@ void LowRankParts::let_gradients_go() {
 
 // ---------------------------------------------------------------------- note [What is remembered for good], codec.h
 
-void LowRankParts::keep_first(const Bucket& bucket, const std::vector<size_t>& which) {
+void LowRankParts::keep_q(const std::vector<size_t>& which) {
   std::vector<at::Tensor> kept, now;
   for (const auto i : which) {
-    auto& [error, q, is_there, error_before] = before_step_[i];
-    const auto may_be_dropped = [&](size_t member) { return bucket.window[member].may_be_dropped; };
-    const bool is_needed = error.defined() && (is_batched ? std::ranges::any_of(compressed, may_be_dropped)
-                                                          : may_be_dropped(compressed[i]));
-    error_before = !is_there ? error : is_needed ? matrices[i].memory.clone() : at::Tensor();
-    if (std::exchange(is_there, true)) continue;
-    kept.push_back(q);
+    if (std::exchange(before_step_[i].has_q, true)) continue;
+    kept.push_back(before_step_[i].q);
     now.push_back(matrices[i].q);
-    if (!error.defined()) continue;
-    kept.push_back(error);
-    now.push_back(matrices[i].memory);
+  }
+  if (!kept.empty()) at::_foreach_copy_(kept, now);
+}
+
+void LowRankParts::keep_errors(const Bucket& bucket, const std::vector<size_t>& which) {
+  keep_q(which);
+  is_captured_ = is_captured_ || is_capturing(bucket.device());
+  const auto may_be_dropped = [&](size_t member) { return bucket.window[member].may_be_dropped; };
+  std::vector<at::Tensor> kept, now;
+  for (const auto i : which) {
+    auto& matrix = matrices[i];
+    auto& own = before_step_[i];
+    matrix.before = matrix.memory;
+    if (!own.error.defined()) continue;
+    if (own.error_is != Kept::Error::unchanged) {
+      const bool is_needed =
+          is_batched ? std::ranges::any_of(compressed, may_be_dropped) : may_be_dropped(compressed[i]);
+      own.error_before = is_needed ? matrix.memory.clone() : at::Tensor();
+      continue;
+    }
+    own.error_before = own.error;
+    if (!is_captured_ && change_places(matrix.memory, own.error)) {
+      own.error_is = Kept::Error::changed_places;
+      matrix.before = own.error;
+    } else {
+      own.error_is = Kept::Error::copied;
+      kept.push_back(own.error);
+      now.push_back(matrix.memory);
+    }
   }
   if (!kept.empty()) at::_foreach_copy_(kept, now);
 }
 
 void LowRankParts::step_begins() {
-  for (auto& kept : before_step_) kept.is_there = false;
+  for (auto& kept : before_step_) {
+    kept.has_q = false;
+    kept.error_is = Kept::Error::unchanged;
+  }
 }
 
 void LowRankParts::undo(const at::Tensor& only_if) {
@@ -150,12 +174,14 @@ void LowRankParts::undo(const at::Tensor& only_if) {
     const auto& matrix = matrices[i];
     // Of a window that failed.
     if (matrix.gradient.defined()) keep_for_current_stream(matrix.gradient);
-    auto& [error, q, is_there, error_before] = before_step_[i];
-    if (!is_there) continue;
-    bring_back(matrix.q, q, only_if);
-    if (error.defined()) bring_back(matrix.memory, error, only_if);
-    if (!only_if.defined()) is_there = false;
+    const auto& [error, q, error_is, has_q, error_before] = before_step_[i];
+    if (has_q) bring_back(matrix.q, q, only_if);
+    if (error_is == Kept::Error::unchanged) continue;
+    if (error_is == Kept::Error::copied || only_if.defined() || !change_places(matrix.memory, error)) {
+      bring_back(matrix.memory, error, only_if);
+    }
   }
+  if (!only_if.defined()) step_begins();
   let_gradients_go();
 }
 

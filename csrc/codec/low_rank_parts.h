@@ -28,9 +28,11 @@ struct LowRankParts {
   void place_q(const at::Tensor& wire);
   void leave_wires();
 
-  // The window is about to change the matrices `which`. Copies those that this step has not changed before, and errors that
-  // discard() may need.
-  void keep_first(const Bucket& bucket, const std::vector<size_t>& which);
+  // The window is about to change Q of the matrices `which`. Copies those that this step has not changed before.
+  void keep_q(const std::vector<size_t>& which);
+  // The window is about to write all of their memory, too. Afterwards `before` of each has its error: note [Errors change
+  // places], kept.h.
+  void keep_errors(const Bucket& bucket, const std::vector<size_t>& which);
   void step_begins();
   // Undoes what the step has changed; `only_if` as in Codec::undo().
   void undo(const at::Tensor& only_if);
@@ -61,10 +63,11 @@ struct LowRankParts {
   std::unique_ptr<Kernels> p_kernels, q_kernels;  // one each, since each remembers one set of addresses
 
  private:
-  // A matrix's error and Q when the step began. Copied when a window first changes them.
+  // A matrix's error and Q when the step began, once a window has changed them.
   struct Kept {
     at::Tensor error, q;  // error: undefined without error feedback
-    bool is_there = false;
+    enum class Error : uint8_t { unchanged, changed_places, copied } error_is = Error::unchanged;
+    bool has_q = false;
     at::Tensor error_before;  // this window, if discard() may need it
   };
 
@@ -72,6 +75,7 @@ struct LowRankParts {
 
   std::vector<int64_t> rows_;      // by matrix
   std::vector<Kept> before_step_;  // by matrix
+  bool is_captured_ = false;       // a step was captured
 };
 
 }  // namespace fastddp

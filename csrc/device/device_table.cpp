@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <tuple>
+#include <utility>
 
 #include "device/streams.h"
 
@@ -58,16 +59,19 @@ const at::Tensor& DeviceTable::refresh(Words key, const std::function<Words()>& 
     of_capture_ = table.on_device;
     return of_capture_;
   }
-  if (key != key_ || !on_device_.defined()) {
-    const auto table = stage(words ? words() : key, device_);
-    send(table);
-    ++uploads_;
-    on_device_ = table.on_device;
-    key_ = std::move(key);
+  auto& [last, other] = sent_;
+  if (key != last.key || !last.on_device.defined()) {
+    std::swap(last, other);
+    if (key != last.key || !last.on_device.defined()) {
+      const auto table = stage(words ? words() : key, device_);
+      send(table);
+      ++uploads_;
+      last = {std::move(key), table.on_device};
+    }
   }
   // The table may have been made in an earlier window, on another stream.
-  keep_for_current_stream(on_device_);
-  return on_device_;
+  keep_for_current_stream(last.on_device);
+  return last.on_device;
 }
 
 }  // namespace fastddp

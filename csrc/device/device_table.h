@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <functional>
 #include <vector>
 
@@ -17,7 +18,8 @@ class DeviceTable {
   DeviceTable(c10::Device device, const CudaDriver& driver) : device_(device), driver_(driver) {}
 
   // The table on the device, in the order of the current stream. `words` makes it from what `key` decides, and is called when
-  // `key` has changed or in a capture: in a steady state nothing is uploaded. Without `words`, the key is the table.
+  // `key` is neither of the last two, or in a capture: nothing is uploaded in a steady state, also where two buffers change
+  // places in each step. Without `words`, the key is the table.
   const at::Tensor& refresh(Words key, const std::function<Words()>& words = {});
 
   size_t uploads() const { return uploads_; }
@@ -25,8 +27,11 @@ class DeviceTable {
  private:
   c10::Device device_;
   const CudaDriver& driver_;
-  Words key_;
-  at::Tensor on_device_;
+  struct Sent {
+    Words key;
+    at::Tensor on_device;
+  };
+  std::array<Sent, 2> sent_;  // the last one first
   at::Tensor of_capture_;
   size_t uploads_ = 0;
 };

@@ -104,8 +104,8 @@ bool Pipeline::arrived(const Bucket& bucket) {
   if (!are_done(message.works())) return false;
   // Not only the sum has to be there: finish() waits until other ranks have read.
   return std::ranges::all_of(message.pieces, [&](auto& piece) {
-    if (!piece.thanks.empty()) complete(message, message.transport->rounds() - 1, piece);
-    return are_done(piece.thanks);
+    if (!piece.acks.empty()) complete(message, message.transport->rounds() - 1, piece);
+    return are_done(piece.acks);
   });
 }
 
@@ -314,7 +314,7 @@ void Pipeline::forget_window(const Bucket& bucket) {
     auto& last = message.last_bucket();
     if (&last != &bucket) continue;
     // Orders no gradients.
-    for (auto& piece : message.pieces) wait_for(std::exchange(piece.thanks, {}));
+    for (auto& piece : message.pieces) wait_for(std::exchange(piece.acks, {}));
     for (const auto& wire : message.wires) last.note_use_of_wire(wire);
     for (const auto& sum : message.sums) last.note_use_of_wire(sum);
     message.forget_window();

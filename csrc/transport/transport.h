@@ -73,9 +73,6 @@ class Transport {
   // Between windows: gives back memory that outlives pieces.
   virtual void give_room_back() const {}
 
-  // The ranks' sum is in the piece's wire, and the window has not failed so far. The current stream has waited for the sum.
-  virtual void note_came(const Piece& piece) const {}
-
  protected:
   const Lanes lanes_;
   Adder* adder_ = nullptr;  // null: wires are numbers of their dtype

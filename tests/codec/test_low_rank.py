@@ -87,14 +87,18 @@ def check(
     given = [(m.gradient if gradient else None, m.memory if memory else None, m.p, m.q) for m in matrices]
     wholes = [m.memory if memory else m.gradient for m in matrices]
 
-    before = [tuple(part.clone() for part in m.parts) for m in matrices]
-    kernels.compress(given, 0.5)
-    for m, whole, (old_gradient, old_memory, _, old_q) in zip(matrices, wholes, before, strict=True):
-        assert same_bits(m.gradient, old_gradient)
-        assert same_bits(m.q, old_q)
-        if gradient and memory:
-            assert same_bits(whole, (old_memory.to(compute(dtype)) + old_gradient.to(compute(dtype))).to(dtype))
-        assert_product(m.p, whole, m.q.T, 0.5)
+    for in_place in (False, True):
+        before = [tuple(part.clone() for part in m.parts) for m in matrices]
+        errors = [m.memory.flip(0) if memory and not in_place else None for m in matrices]
+        kernels.compress(given, 0.5, () if in_place else errors)
+        for m, whole, error, (old_gradient, old_memory, _, old_q) in zip(matrices, wholes, errors, before, strict=True):
+            assert same_bits(m.gradient, old_gradient)
+            assert same_bits(m.q, old_q)
+            if memory:
+                earlier = (old_memory if error is None else error).to(compute(dtype))
+                assert same_bits(whole, (earlier + old_gradient.to(compute(dtype)) if gradient else earlier).to(dtype))
+                assert error is None or same_bits(error, old_memory.flip(0))
+            assert_product(m.p, whole, m.q.T, 0.5)
 
     before = [tuple(part.clone() for part in m.parts) for m in matrices]
     kernels.project(given, 0.25)

@@ -220,6 +220,9 @@ def of_matrices(output: str, itemsize: int, rank: int, memory: bool = True) -> I
 def of_compress(itemsize: int, rank: int) -> Iterator[Break]:
     yield from of_matrices("p", itemsize, rank)
     yield from of_matrices("memory", itemsize, rank)
+    yield Break("errors in place", equal(has_memory=1, is_in_place=1), "bit", "memory")
+    for offset in range(itemsize, 16, itemsize):
+        yield Break(f"before_offset == {offset}", equal(has_memory=1, before_offset=offset), "bit", "memory")
 
 
 def of_project(itemsize: int, rank: int) -> Iterator[Break]:
@@ -311,7 +314,7 @@ def of_runs(block: int, itemsize: int, encodes: bool) -> Iterator[Break]:
         **{f"gradient_offset == {offset}": equal(gradient_offset=offset) for offset in range(itemsize, 16, itemsize)},
         "blocks at the second group": lambda f: f["block"] // 4 == 1,
     }
-    outputs = ("result", "scale", "error", "kept") if encodes else ("result",)
+    outputs = ("result", "scale", "error") if encodes else ("result",)
     for output, (words, holds) in itertools.product(outputs, where.items()):
         yield Break(words, holds, "bit", output)
     for words, holds in where.items():
@@ -326,10 +329,10 @@ def of_runs(block: int, itemsize: int, encodes: bool) -> Iterator[Break]:
     for words, holds in {
         "no errors": equal(has_error=0),
         "errors": equal(has_error=1),
-        "errors that are not kept": equal(has_error=1, has_kept=0),
-        "errors that are kept": equal(has_kept=1),
+        "errors in place": equal(has_error=1, is_in_place=1),
+        "errors from another place": equal(has_error=1, is_in_place=0),
         "unaligned errors": lambda f: f["error_offset"] != 0,
-        "unaligned kept errors": lambda f: f["kept_offset"] != 0,
+        "unaligned earlier errors": lambda f: f["before_offset"] != 0,
         "unaligned gradients alone": lambda f: f["gradient_offset"] != 0 and not f["error_offset"],
     }.items():
         yield Break(words, holds)
