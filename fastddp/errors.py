@@ -1,7 +1,8 @@
 """All errors that a user can meet, by code: what has happened, and what to do.
 
 A message ends with its code (:func:`see`), in C++ too (``csrc/device/see.h``). ``fastddp explain CODE`` and the page
-docs/errors.md show what stands here. A code keeps its meaning: a new error gets a new one at the end.
+docs/errors.md show what stands here. A code keeps its meaning: a new error gets a new one at the end, and the code of
+an error that is gone (FD019) is not used again.
 """
 
 from __future__ import annotations
@@ -144,13 +145,6 @@ ERRORS = {
         "run apart, or a machine computes wrongly.",
         "Load the last checkpoint from before the step in the message. If one rank alone differs, again and again, "
         "examine its machine with fastddp doctor. Otherwise look for code that depends on the rank.",
-    ),
-    "FD019": Explanation(
-        "A sum of gradients was wrong",
-        "An audit added up a part of a bucket a second time and got something else than the collective. The network "
-        "or a device has changed bits.",
-        "Load the last checkpoint from before that step. Examine the machines of the ranks in the message with fastddp "
-        "doctor.",
     ),
     "FD020": Explanation(
         "The extension does not fit this torch",

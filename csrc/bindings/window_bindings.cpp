@@ -41,10 +41,8 @@ void bind_window(py::module_& m) {
       .def("set_expect", &Window::set_expect, py::arg("expect"))
       .def("waits_for", &Window::waits_for, py::arg("parameter"))
       .def("count_hook", &Window::count_hook, py::arg("parameter"))
-      .def("note_synchronised", &Window::note_synchronised, py::arg("parameter"))
       .def("count_down", &Window::count_down, py::arg("parameter"))
       .def("is_complete", &Window::is_complete, py::arg("bucket"))
-      .def("stop_waiting", &Window::stop_waiting)
       .def("not_final", &Window::not_final)
       .def("arrival_order", &Window::arrival_order)
       .def(

@@ -112,7 +112,7 @@ print(hasattr(fastddp, "__wrapped__"))
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--help", "doctor --help", "plan --help", "ps", "ps --json", "trace --help", "explain", "explain FD010"],
+    ["--help", "doctor --help", "ps", "ps --json", "trace --help", "explain", "explain FD010"],
 )
 def test_help_and_ps_do_without_torch(arguments: str) -> None:
     code = f"""
