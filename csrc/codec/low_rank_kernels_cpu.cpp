@@ -63,20 +63,12 @@ void by_groups(int rank, const Function& function) {
   for (; c < rank; ++c) function(std::integral_constant<int, 1>(), c);
 }
 
-#if defined(__x86_64__)
-// Calls function(whether vectors have 512 bits, whether stores to `written` pass the caches: note [Stores past the caches]).
-template <typename T, typename Function>
-void with_vectors(const View<T, float>& view, const T* written, const Function& function) {
-  // 16-bit numbers are read again at once.
-  const bool streams = std::is_same_v<T, float> && reinterpret_cast<uintptr_t>(written) % 64 == 0 &&
-                       view.columns % kColumnsAtOnce == 0 &&
-                       view.rows * view.columns * static_cast<int64_t>(sizeof(T)) >= kStreamFromBytes;
-  const auto of_width = [&](auto wide) {
-    streams ? function(wide, std::true_type()) : function(wide, std::false_type());
-  };
-  has_fma_512() ? of_width(std::true_type()) : of_width(std::false_type());
+// Note [Stores past the caches]. 16-bit numbers are read again at once.
+template <typename T, typename C>
+bool streams(const View<T, C>& view, const T* written) {
+  return std::is_same_v<T, float> && reinterpret_cast<uintptr_t>(written) % 32 == 0 &&
+         view.rows * view.columns * static_cast<int64_t>(sizeof(T)) >= kStreamFromBytes;
 }
-#endif
 
 template <typename T, typename C>
 void compress_row(const View<T, C>& view, int64_t row, C scale) {
@@ -87,21 +79,17 @@ void compress_row(const View<T, C>& view, int64_t row, C scale) {
   C sums[kMostVectors] = {};
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<C, float>) {
+    const bool adds = memory != nullptr && gradient != nullptr;
+    if (memory != nullptr && !adds && before != memory) std::copy_n(before, view.columns, memory);
     by_groups(view.vector_columns > 0 ? view.rank : 0, [&](auto vectors, int c) {
+      const auto dot = [&](auto stream, const T* from, const T* earlier, T* to) {
+        dot_rows<vectors.value, stream.value>(from, earlier, to, view.q + c * view.columns, view.columns,
+                                              view.vector_columns, sums + c);
+      };
       // The first group writes M to memory. The other groups read it there.
-      const bool writes = c == 0 && memory != nullptr && (gradient != nullptr || before != memory);
-      const T* alone = memory == nullptr ? gradient : memory;
-      with_vectors(view, memory, [&](auto wide, auto stream) {
-        constexpr bool streams = stream.value && vectors.value < 8;  // later groups would read it from memory
-        const auto dot = [&] {
-          if constexpr (wide.value)
-            return &vectors_of_512::dot_rows<vectors.value, streams, T>;
-          else
-            return &vectors_of_256::dot_rows<vectors.value, streams, T>;
-        }();
-        dot(writes ? gradient : alone, writes ? before : nullptr, writes ? memory : nullptr, view.q + c * view.columns,
-            view.columns, view.vector_columns, sums + c);
-      });
+      if (!adds || c > 0) return dot(std::false_type(), memory != nullptr ? memory : gradient, nullptr, nullptr);
+      const bool past_caches = before != memory && view.rank <= vectors.value && streams(view, memory);
+      past_caches ? dot(std::true_type(), gradient, before, memory) : dot(std::false_type(), gradient, before, memory);
     });
   }
 #endif
@@ -128,10 +116,8 @@ void project_columns(const View<T, C>& view, int64_t begin, int64_t end, C scale
   if constexpr (std::is_same_v<C, float>) {
     for (; row + 4 <= view.rows && vector_end > begin; row += 4) {
       by_groups(view.rank, [&](auto vectors, int c) {
-        const auto add_rows = has_fma_512() ? &vectors_of_512::add_four_rows<vectors.value, T>
-                                            : &vectors_of_256::add_four_rows<vectors.value, T>;
-        add_rows(m + row * view.columns + begin, view.columns, view.p + row * view.rank + c, view.rank,
-                 vector_end - begin, view.q + c * view.columns + begin, view.columns);
+        add_four_rows<vectors.value>(m + row * view.columns + begin, view.columns, view.p + row * view.rank + c,
+                                     view.rank, vector_end - begin, view.q + c * view.columns + begin, view.columns);
       });
     }
   }
@@ -153,28 +139,23 @@ void project_columns(const View<T, C>& view, int64_t begin, int64_t end, C scale
 #if defined(__x86_64__)
 template <typename T>
 void product_vectors(const View<T, float>& view, T* gradient, T* memory, const float* p, Measured& measured) {
-  with_vectors(view, gradient, [&](auto wide, auto stream) {
-    const auto run = [&](auto vectors) {
-      const auto product = [&] {
-        if constexpr (wide.value)
-          return &vectors_of_512::product_row<vectors.value, stream.value, T>;
-        else
-          return &vectors_of_256::product_row<vectors.value, stream.value, T>;
-      }();
-      product(gradient, memory, p, view.rank, view.q, view.columns, view.vector_columns, measured.sum_of_squares,
-              measured.not_finite);
-    };
+  const auto run = [&](auto vectors, auto stream) {
+    product_row<vectors.value, stream.value>(gradient, memory, p, view.rank, view.q, view.columns, view.vector_columns,
+                                             measured.sum_of_squares, measured.not_finite);
+  };
+  const auto with_rank = [&](auto stream) {
     switch (view.rank) {
       case 1:
-        return run(std::integral_constant<int, 1>());
+        return run(std::integral_constant<int, 1>(), stream);
       case 2:
-        return run(std::integral_constant<int, 2>());
+        return run(std::integral_constant<int, 2>(), stream);
       case 4:
-        return run(std::integral_constant<int, 4>());
+        return run(std::integral_constant<int, 4>(), stream);
       default:
-        return run(std::integral_constant<int, 0>());
+        return run(std::integral_constant<int, 0>(), stream);
     }
-  });
+  };
+  streams(view, gradient) ? with_rank(std::true_type()) : with_rank(std::false_type());
 }
 #endif
 
