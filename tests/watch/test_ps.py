@@ -198,7 +198,7 @@ def test_json_has_all_that_is_known_of_a_rank_and_its_page_names_every_field() -
     assert known.keys() - rank.keys() == {"all_came", "runs_user_code"}  # in_words has them
     assert (rank["steps_per_second"], rank["concern"]) == (2.0, None)  # by the median of its steps
     assert replace(AT_REST, step_seconds=()).steps_per_second is None
-    text = (ROOT / "docs" / "watch.md").read_text()
+    text = (ROOT / "docs" / "commands.md").read_text()
     assert [name for name in rank if f"`{name}`" not in text] == []
 
 
