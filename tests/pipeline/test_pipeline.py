@@ -18,7 +18,7 @@ from on_ranks import of_ranks, on_ranks
 from ranks import RankPool
 
 ROWS, COLUMNS, LAYERS = 20, 12, 4
-# Codec, what it rounds by, and transport. By how many ticks behind a bucket's first the last collective starts: 0, 1,
+# Codec, what it rounds by, and transport. By how many ticks after a bucket's first the last collective starts: 0, 1,
 # 1, 1, 3, 3. The others are not shared.
 WAYS = {
     "plain": ("own dtype", 1e-5, "allreduce"),

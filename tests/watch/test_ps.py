@@ -89,7 +89,7 @@ SENT = (live.Collectives(0, 7, 8),)
         ("finish", "reducing", {}, {"bucket": 0, "collectives": SENT}, "waits for bucket 0 of 3"),
         ("finish", "reducing", {"bucket": None}, NOTHING, "waits for a bucket"),
         ("closing", "reducing", {}, OPEN, "waits for the end of the step"),
-        # Parameters are waited for behind a step, or in the next forward.
+        # Parameters are waited for after a step, or in the next forward.
         ("gather", "finished", {}, ENDED | {"bucket": 0, "collectives": ()}, "waits for parameters of bucket 0 of 3"),
         ("gather", "idle", {"bucket": 2}, OPEN | {"bucket": 2}, "waits for parameters of bucket 2 of 3"),
         # The last gradient has its bucket.
