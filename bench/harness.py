@@ -173,7 +173,7 @@ def paired_difference(samples: Sequence[float], reference: Sequence[float]) -> f
 
 
 def rounded(row: Row, digits: int) -> Row:
-    """Its floats with so many digits behind the point."""
+    """Its floats with so many digits after the point."""
     return {key: round(value, digits) if isinstance(value, float) else value for key, value in row.items()}
 
 

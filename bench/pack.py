@@ -42,7 +42,7 @@ class Bucket:
 
     @classmethod
     def make(cls, mebibytes: float, gradient: torch.dtype, wire: torch.dtype, device: torch.device) -> Bucket:
-        """With so many MiB of gradients, one behind the other in the wire, each gradient with its own memory."""
+        """With so many MiB of gradients, one after the other in the wire, each gradient with its own memory."""
         shapes = gradient_shapes(int(mebibytes * 2**20) // gradient.itemsize)
         generator = torch.Generator().manual_seed(0)  # the simulated device has none of its own
         # From 1 to 2: halved, nothing is subnormal in fp16, where to scale after the cast would round twice.
@@ -152,7 +152,7 @@ def pack_torch_ddp(bucket: Bucket) -> Tensor:
 
 
 def unpack_torch_ddp(bucket: Bucket) -> None:
-    """Gradient by gradient, behind the hook's cast of the whole bucket where the dtypes differ."""
+    """Gradient by gradient, after the hook's cast of the whole bucket where the dtypes differ."""
     views = bucket.views
     if bucket.wire.dtype != bucket.staging.dtype:
         bucket.staging.copy_(bucket.wire)

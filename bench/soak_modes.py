@@ -34,12 +34,12 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
         self.register_buffer("steps", torch.zeros(()))
 
-    def forward(self, x: Tensor, left_out: Iterable[int] = (), fails_behind: int | None = None) -> Tensor:
-        """From and to (batch, WIDTH); backward raises when it comes to layer `fails_behind`."""
+    def forward(self, x: Tensor, left_out: Iterable[int] = (), fails_at: int | None = None) -> Tensor:
+        """From and to (batch, WIDTH); backward raises when it comes to layer `fails_at`."""
         for number, layer in enumerate(self.layers):
             if number not in left_out:
                 x = layer(x).tanh()
-            if number == fails_behind:
+            if number == fails_at:
                 x = _Fails.apply(x)
         return x
 
@@ -194,7 +194,7 @@ def _failing() -> Step:
     def step(number: int) -> None:
         try:
             fails = number % FAILS_EVERY == FAILS_EVERY - 1
-            training.backward(number, fails_behind=number // FAILS_EVERY % 5 if fails else None)
+            training.backward(number, fails_at=number // FAILS_EVERY % 5 if fails else None)
         except _FailureOnPurposeError:
             training.optimizer.zero_grad()
         else:

@@ -225,8 +225,8 @@ def _evaluate(model: nn.Module, data: Data) -> tuple[float, float]:
 
 
 def _columns(setting: str, seed: int, outcome: Outcome, power_sgd: PowerSGDOptions) -> harness.Row:
-    window = max(1, len(outcome.losses) // 50)  # steps behind each number of the curve
-    last = max(1, len(outcome.losses) // 10)  # steps behind the final loss
+    window = max(1, len(outcome.losses) // 50)  # steps that make each number of the curve
+    last = max(1, len(outcome.losses) // 10)  # steps that make the final loss
     starts = range(0, len(outcome.losses) - window + 1, window)
     compressed = "powersgd" in setting
     return {

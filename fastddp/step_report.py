@@ -153,9 +153,9 @@ def split_of(times: StepTimes) -> Split:
     rest = (times.rest_start, times.rest_end)
     communication = merged([*((bucket.start, bucket.end) for bucket in times.buckets), rest])
     before = sum(max(0.0, min(end, times.computed) - start) for start, end in communication)
-    behind = sum(max(0.0, min(end, times.end) - max(start, times.computed)) for start, end in communication)
-    exposed = behind + min(before, times.blocked)
-    overlapped = before + behind - exposed
+    after = sum(max(0.0, min(end, times.end) - max(start, times.computed)) for start, end in communication)
+    exposed = after + min(before, times.blocked)
+    overlapped = before + after - exposed
     exposed += times.gather_before
     return Split(times.end - overlapped - exposed, overlapped, exposed, idle=0.0)
 

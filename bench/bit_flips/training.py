@@ -23,7 +23,7 @@ AUDIT_EVERY = 20
 WITHIN = AUDIT_EVERY + AUDIT_EVERY // 10 + 1
 """Steps in which what differs between replicas, and stays so, has to be found: api.md, and one that tells."""
 WITHIN_TWO_ROUNDS = WITHIN + AUDIT_EVERY
-"""The same where it may go from a state to its parameter, behind the parameter's turn."""
+"""The same where it may go from a state to its parameter, after the parameter's turn."""
 _BUCKET_MB = 0.004
 _HOOKS = {BF16_WIRE: comm_hooks.bf16_compress_hook, FP16_WIRE: comm_hooks.fp16_compress_hook}
 

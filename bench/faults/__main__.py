@@ -27,7 +27,7 @@ from bench.faults.forking import forking
 from bench.faults.launch import run_fault
 
 MODULE = "bench.faults"
-FOR_TORCH = 20.0  # seconds behind the deed
+FOR_TORCH = 20.0  # seconds after the deed
 
 
 def main() -> None:

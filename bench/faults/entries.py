@@ -37,11 +37,11 @@ Place = Literal[
     "step",  # before a step's forward
     "forward",
     "loss",
-    "backward",  # behind the gradients of the third layer, before those of the second one
+    "backward",  # after the gradients of the third layer, before those of the second one
     "hook",  # in a communication hook of Python's
     "after backward",
     "optimizer",
-    "end",  # behind the last step
+    "end",  # after the last step
 ]
 
 
@@ -73,7 +73,7 @@ class Fault:
     loader: bool = False  # whether batches come from torch's DataLoader with a worker
     may_be_soft: bool = False  # of a fault that is none: whether a soft report may say who is slow
     steps: int = 0  # how many there are; 0: as many as it takes
-    at_end: Act | None = None  # what the culprit does behind the last one, before a barrier
+    at_end: Act | None = None  # what the culprit does after the last one, before a barrier
 
     @property
     def is_harmless(self) -> bool:

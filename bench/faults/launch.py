@@ -20,7 +20,7 @@ from bench.faults.rank import LIMIT, Setting, port_told
 from fastddp import _pages
 from fastddp.tools.ps.live import pid_of
 
-# What ends a rank: an exception's line behind a traceback, or C++ that gives up.
+# What ends a rank: an exception's line after a traceback, or C++ that gives up.
 ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:[\w.]*(?:Error|Exception|Interrupt)\b|terminate called ).*)", re.MULTILINE)
 
 
@@ -227,7 +227,7 @@ def _judge_errors(logs: dict[int, str], fault: Fault, culprits: list[int], outco
 
 
 def _last_error(log: str) -> str:
-    """Of a rank's output: what is behind the last traceback's calls, without the stacks of C++ behind it.
+    """Of a rank's output: what follows the last traceback's calls, without the stacks of C++ after it.
 
     And what is said before C++ ends the process.
     """

@@ -89,7 +89,7 @@ def time_calls(
     """Times each call once a round, in an order that changes from round to round, with cold caches.
 
     The device reads unrelated memory before each call, for longer than the host takes to issue it: otherwise a call
-    that is many launches, or one behind much work in Python, would be measured at the speed of the host.
+    that is many launches, or one after much work in Python, would be measured at the speed of the host.
     """
     samples = [CallSamples() for _ in calls]
     timer = DeviceTimer(device)

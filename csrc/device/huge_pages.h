@@ -17,7 +17,7 @@ inline intptr_t first_huge_page(intptr_t address) {
   return (address + kHugePage - 1) / kHugePage * kHugePage;
 }
 
-// One-dimensional, not initialised. Huge are the pages that lie in it as a whole.
+// One-dimensional, not initialised. Only pages that lie entirely inside it are huge.
 at::Tensor empty_in_huge_pages(int64_t elements, const at::TensorOptions& options);
 
 }  // namespace fastddp

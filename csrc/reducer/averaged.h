@@ -33,7 +33,7 @@ class Averaged {
 
   void closed(const Closing& closing) const {
     if (!callback_) return;
-    if (const auto averaged = closing.averaged_behind_buckets(); !averaged.empty()) report(averaged);
+    if (const auto averaged = closing.averaged_after_buckets(); !averaged.empty()) report(averaged);
   }
 
  private:

@@ -227,7 +227,7 @@ void Closing::resolve_placeholders(Exchange& exchange) {
 }
 
 // A parameter that no rank used is left out: it keeps the gradient it had, which may be this rank's alone.
-std::vector<size_t> Closing::averaged_behind_buckets() const {
+std::vector<size_t> Closing::averaged_after_buckets() const {
   std::vector<size_t> averaged;
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
     const bool is_reported_by_bucket = window_.expects_all() && !buckets_.is_sparse(parameter);

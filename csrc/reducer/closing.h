@@ -67,7 +67,7 @@ class Closing {
   void exchange_sparse_gradients(const Exchange& exchange);
   void exchange_late_gradients(Exchange& exchange);
   // The parameters whose gradients are averaged, except those that count as averaged when their bucket finishes.
-  std::vector<size_t> averaged_behind_buckets() const;
+  std::vector<size_t> averaged_after_buckets() const;
 
   // Takes part in what is left of a window, without gradients of this rank. If the window failed here it sends NaN, so that no
   // rank takes the result for a gradient. If not, only others have the window. Returns whether it is well on the other ranks.

@@ -88,7 +88,7 @@ class Look : public c10d::Work {
 };
 
 // They have read what this rank has lent.
-class Thanks : public Look {
+class Acks : public Look {
  public:
   using Look::Look;
 
@@ -216,8 +216,7 @@ class Reads : public Stages {
       RECORD_FUNCTION("c10d::recv_", std::vector<c10::IValue>());  // in traces it is the message in whose place it is
       piece.works.push_back(c10::make_intrusive<Reading>(*this, meeting, tag, shards, std::move(plan)));
     }
-    if (!acks_from.empty())
-      piece.acks.push_back(c10::make_intrusive<Thanks>(ranks_at(acks_from), meeting, timeout_));
+    if (!acks_from.empty()) piece.acks.push_back(c10::make_intrusive<Acks>(ranks_at(acks_from), meeting, timeout_));
   }
 
   std::vector<uint64_t> exchange_outboxes(c10d::ProcessGroup& lane) const {

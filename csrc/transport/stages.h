@@ -25,7 +25,7 @@ struct Piece {
   at::Tensor sum;       // if there is an adder, for the sum, laid out like the wire; may be the room
   Shards shards;        // parts of `wire`, for a transport that cuts them in each window
   Works works;          // of the round that travels
-  Works acks;         // are here when other ranks no longer need memory of this piece: note [Reads], reads.h
+  Works acks;           // are here when other ranks no longer need memory of this piece: note [Reads], reads.h
   size_t sent = 0;      // how many messages of a round have started, if starting the next one failed
   size_t added_up = 0;  // how many rounds
 };

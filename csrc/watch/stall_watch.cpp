@@ -219,8 +219,8 @@ void StallWatch::report(double patience) {
   node_.look();
   node_.records();
   // Ranks that wait claim first: a rank that does not wait may be unable to run its user's callback.
-  const double behind_others = own_record().waits() ? 0.0 : kForThoseThatWait;
-  if (!pause((board_.answers() ? kForOthers : kForPages) + behind_others + std::min(progress_->rank(), 25) * 0.02))
+  const double after_others = own_record().waits() ? 0.0 : kForThoseThatWait;
+  if (!pause((board_.answers() ? kForOthers : kForPages) + after_others + std::min(progress_->rank(), 25) * 0.02))
     return;
   const bool is_first = claims();
   if (progress_->pulse() != seen_.pulse) return asked_.reported.reset();  // it goes on

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _ALIGNED = 64
-"""Bytes: tensors begin at a multiple of this, unless they are asked to begin behind it."""
+"""Bytes: tensors begin at a multiple of this, unless they are asked to begin after it."""
 
 _POISON = 0xA5
 """What memory is made of before somebody writes: small numbers in every dtype of floats, which no case computes."""
@@ -38,7 +38,7 @@ class Memory:
         Args:
             shape: of the tensor.
             dtype: of the tensor.
-            shift: how many elements behind a multiple of 64 bytes it begins.
+            shift: how many elements after a multiple of 64 bytes it begins.
             strides: of the tensor; None: it is contiguous.
         """
         if strides is None:

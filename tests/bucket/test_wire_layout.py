@@ -64,7 +64,7 @@ def test_every_gradient_begins_at_a_multiple_of_16_bytes(rank: int, dtype: torch
 
 @VIEWS
 @on_ranks(2)
-def test_what_lies_between_gradients_is_zero_even_behind_a_window_that_failed(rank: int, view: bool) -> None:
+def test_what_lies_between_gradients_is_zero_even_after_a_window_that_failed(rank: int, view: bool) -> None:
     model = fastddp.DistributedDataParallel(Odd(), gradient_as_bucket_view=view)
     for step in range(5):
         model.zero_grad(set_to_none=step % 2 == 0)
@@ -89,7 +89,7 @@ def test_what_lies_between_gradients_is_zero_even_behind_a_window_that_failed(ra
 @VIEWS
 @pytest.mark.parametrize("late", [False, True])
 @on_ranks(2)
-def test_a_hook_sees_gradients_one_behind_the_other(rank: int, view: bool, late: bool) -> None:
+def test_a_hook_sees_gradients_one_after_the_other(rank: int, view: bool, late: bool) -> None:
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         parts = bucket.gradients()
         assert sorted(part.numel() for part in parts) == sorted(Odd.SIZES)
@@ -111,7 +111,7 @@ def test_a_hook_sees_gradients_one_behind_the_other(rank: int, view: bool, late:
 @VIEWS
 @pytest.mark.parametrize("hook", ["", "bf16_compress_hook"])
 @on_ranks(2, pool="simulated_ranks")
-def test_nothing_is_moved_element_by_element_behind_a_bias_of_ten(rank: int, hook: str, view: bool) -> None:
+def test_nothing_is_moved_element_by_element_after_a_bias_of_ten(rank: int, hook: str, view: bool) -> None:
     fake_cuda.schedule("in_order")
     module = nn.Sequential(nn.Linear(16, 10), nn.ReLU(), nn.Linear(10, 16)).to(DEVICE)
     model = fastddp.DistributedDataParallel(module, gradient_as_bucket_view=view)

@@ -33,7 +33,7 @@ def compute(dtype: torch.dtype) -> torch.dtype:
 class Matrix:
     """A gradient with its memory and factors, filled at random, and memory around them that nobody may touch.
 
-    Each begins ``shift`` elements behind a multiple of 64 bytes.
+    Each begins ``shift`` elements after a multiple of 64 bytes.
     """
 
     def __init__(self, rows: int, columns: int, rank: int, dtype: torch.dtype, shift: int = 0) -> None:

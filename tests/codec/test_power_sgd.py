@@ -277,7 +277,7 @@ def test_in_one_bucket_gradients_are_those_of_torchs_hook(rank: int, approximati
         ours.zero_grad()
         backward(theirs, rank, step)
         output = loss(ours, rank, step)
-        if step == 2:  # torch lays the first Q of all matrices out one behind the other, in the order of the bucket
+        if step == 2:  # torch lays the first Q of all matrices out one after the other, in the order of the bucket
             names = [parameter.name for parameter in ours.bucket_plan().buckets[0].parameters]
             for q in (state.qs[name] for name in names if name in state.qs):
                 q.copy_(orthonormal(torch.randn(q.shape[1], q.shape[0], generator=generator).double()).T)

@@ -67,7 +67,7 @@ class Training:
 
 
 def raises(training: Training, gradient: Tensor, spoil: Callable[[Tensor], object] = lambda gradient: None) -> None:
-    """One rank, behind the second matrix's gradient, which that rank has changed by then."""
+    """One rank, after the second matrix's gradient, which that rank has changed by then."""
 
     def fail(_: Tensor) -> None:
         spoil(training.model.module.second.grad)
@@ -83,7 +83,7 @@ def raises(training: Training, gradient: Tensor, spoil: Callable[[Tensor], objec
         training.model(torch.zeros(12, 9))  # repairs
 
 
-def raises_behind_a_change(training: Training) -> None:
+def raises_after_a_change(training: Training) -> None:
     """That no version counter shows. Where a rank has a part of the gradient, the average may have come by then."""
 
     def spoil(gradient: Tensor) -> None:
@@ -93,7 +93,7 @@ def raises_behind_a_change(training: Training) -> None:
     raises(training, 1e6 * torch.ones(12, 9), spoil)
 
 
-def raises_behind_what_is_not_finite(training: Training) -> None:
+def raises_after_what_is_not_finite(training: Training) -> None:
     raises(training, torch.full((12, 9), torch.nan))
 
 
@@ -171,8 +171,8 @@ def throws_gradients_away(training: Training, way: str) -> None:
 
 HOOKS = ["int8_compress_hook", "fp8_compress_hook", "powerSGD_hook", "batched_powerSGD_hook"]
 VOID: list[Callable[[Training], None]] = [
-    raises_behind_a_change,
-    raises_behind_what_is_not_finite,
+    raises_after_a_change,
+    raises_after_what_is_not_finite,
     is_discarded,
     is_discarded_with_two_more_backwards,
     has_an_infinity,

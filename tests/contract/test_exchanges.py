@@ -135,9 +135,9 @@ Pairs = list[list[Tensor | None]]
 
 
 def with_unused(rank: int, exchange: Exchange, view: bool) -> tuple[list[list[Tensor | None]], list[Tensor], Pairs]:
-    """Averages of each window, and behind it what waits of the parameter that nobody uses in every second one.
+    """Averages of each window, and after it what waits of the parameter that nobody uses in every second one.
 
-    In the window after that its gradient comes behind its bucket, and counts in the norm. At last its average and what
+    In the window after that its gradient comes after its bucket, and counts in the norm. At last its average and what
     waits of it, before and after a window that adds to other averages alone.
     """
     training = Training(rank, exchange, find_unused_parameters=True, gradient_as_bucket_view=view)

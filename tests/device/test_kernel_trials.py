@@ -49,7 +49,7 @@ def both(one: Where, other: Where) -> Where:
 
 
 def beside(output: str = "result") -> Iterator[Break]:
-    yield Break(f"writes behind {output}", equal(is_last=1), "after", output)
+    yield Break(f"writes past {output}", equal(is_last=1), "after", output)
     yield Break(f"writes in front of {output}", equal(number=0), "before", output)
 
 
@@ -118,7 +118,7 @@ def of_pack(gradient: torch.dtype, wire: torch.dtype, sums: bool) -> Iterator[Br
             yield Break("in place, second chunks", equal(is_in_place=1, number=1), fault, output)
     yield from beside()
     if sums:
-        yield Break("writes behind sums", lambda f: True, "after", "sums")
+        yield Break("writes past sums", lambda f: True, "after", "sums")
         yield Break("writes in front of sums", lambda f: True, "before", "sums")
 
 
@@ -135,13 +135,13 @@ def of_unpack(gradient: torch.dtype, wire: torch.dtype) -> Iterator[Break]:
     yield Break("not measuring", equal(measures=0))
     yield Break("undefined", equal(is_defined=0), "one", "sums")
     yield from beside()
-    yield Break("writes behind sums", lambda f: True, "after", "sums")
+    yield Break("writes past sums", lambda f: True, "after", "sums")
 
 
 def of_measured(itemsize: int, gradients: bool) -> Iterator[Break]:
     yield from of_sizes("one", "sums")
     yield from of_sizes("skip", "sums")
-    yield Break("writes behind sums", equal(is_last=1), "after", "sums")
+    yield Break("writes past sums", equal(is_last=1), "after", "sums")
     yield Break("writes in front of sums", equal(number=0), "before", "sums")
     if gradients:
         for dims in range(1, 6):
@@ -209,11 +209,11 @@ def of_matrices(output: str, itemsize: int, rank: int, memory: bool = True) -> I
             yield Break(words, holds, "skip", output)
     if output != "partials":
 
-        def behind(facts: Facts) -> bool:
+        def past(facts: Facts) -> bool:
             ends = facts["row"] + facts["rows"], facts["column"] + facts["columns"]
             return ends == (facts["height"], facts["width"])
 
-        yield Break("writes behind it", behind, "after", output)
+        yield Break("writes past it", past, "after", output)
         yield Break("writes in front of it", equal(row=0, column=0), "before", output)
 
 
@@ -245,7 +245,7 @@ def of_adder(rank: int) -> Iterator[Break]:
     for words, holds in where.items():
         yield Break(words, holds, "bit", "q")
         yield Break(words, holds, "skip", "q")
-    yield Break("writes behind Q", lambda f: f["begin"] + f["count"] == f["rank"] * f["columns"], "after", "q")
+    yield Break("writes past Q", lambda f: f["begin"] + f["count"] == f["rank"] * f["columns"], "after", "q")
     yield Break("writes in front of Q", equal(begin=0), "before", "q")
 
 
@@ -256,7 +256,7 @@ def of_reconstruct(itemsize: int, rank: int) -> Iterator[Break]:
     yield Break("sums", lambda f: True, "one", "sums")
     yield Break("sums of one row", equal(rows=1), "one", "sums")
     yield Break("sums without memory", equal(has_memory=0), "one", "sums")
-    yield Break("writes behind sums", lambda f: True, "after", "sums")
+    yield Break("writes past sums", lambda f: True, "after", "sums")
 
 
 def of_basis(output: str, rank: int, again: bool = False) -> Iterator[Break]:
@@ -287,7 +287,7 @@ def of_basis(output: str, rank: int, again: bool = False) -> Iterator[Break]:
         if not (again and words == "rank 1") and rank > 1:  # which is as long as it should be after the first pass
             yield Break(words, holds, "skip", output)
     if output == "vectors":
-        yield Break("writes behind it", lambda f: f["row"] + f["rows"] == f["length"], "after", output)
+        yield Break("writes past it", lambda f: f["row"] + f["rows"] == f["length"], "after", output)
         yield Break("writes in front of it", equal(row=0), "before", output)
 
 
@@ -320,11 +320,11 @@ def of_runs(block: int, itemsize: int, encodes: bool) -> Iterator[Break]:
     for words, holds in where.items():
         yield Break(words, holds, "skip", "result")
     if not encodes:
-        yield Break("writes behind it", lambda f: f["count"] < 4096, "after")
+        yield Break("writes past it", lambda f: f["count"] < 4096, "after")
         yield Break("writes in front of it", equal(number=0), "before")
         yield Break("sums", lambda f: True, "one", "sums")
         yield Break("sums of second programs", equal(number=1), "one", "sums")
-        yield Break("writes behind sums", lambda f: True, "after", "sums")
+        yield Break("writes past sums", lambda f: True, "after", "sums")
         return
     for words, holds in {
         "no errors": equal(has_error=0),
@@ -336,8 +336,8 @@ def of_runs(block: int, itemsize: int, encodes: bool) -> Iterator[Break]:
         "unaligned gradients alone": lambda f: f["gradient_offset"] != 0 and not f["error_offset"],
     }.items():
         yield Break(words, holds)
-    yield Break("writes behind errors", lambda f: f["block"] % 2 == 1, "after", "error")
-    yield Break("writes behind bytes", equal(last_place=3), "after")
+    yield Break("writes past errors", lambda f: f["block"] % 2 == 1, "after", "error")
+    yield Break("writes past bytes", equal(last_place=3), "after")
 
 
 def of_add() -> Iterator[Break]:
@@ -360,7 +360,7 @@ def of_add() -> Iterator[Break]:
         if words != "no errors":
             yield Break(words, both(equal(has_error=1), holds), "bit", "error")
     yield from beside()
-    yield Break("writes behind errors", equal(is_last=1), "after", "error")
+    yield Break("writes past errors", equal(is_last=1), "after", "error")
 
 
 @functools.cache

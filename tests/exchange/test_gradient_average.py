@@ -60,7 +60,7 @@ def test_a_rank_that_keeps_its_gradients_keeps_them_whole_whatever_its_weight(ra
 
 
 @on_ranks(2)
-def test_what_stays_behind_the_window_of_a_sum_counts_in_the_next(rank: int) -> None:
+def test_what_stays_after_the_window_of_a_sum_counts_in_the_next(rank: int) -> None:
     """Two more backwards over its forward, which stay on this rank."""
     model = wrapped("sum")
     for expected in (3.0, 3.0 + 2 * 3.0 + 3.0):

@@ -30,7 +30,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("policy") = "lazy", py::arg("seed") = 0, no_gil);
   m.def("synchronize", [&] { simulator.wait_for_device(std::nullopt, "everything"); }, no_gil);
   m.def("forbid_waits", [&](bool forbidden) { simulator.waits_forbidden = forbidden; });
-  // Until schedule(), each question about the device raises, as behind an illegal access.
+  // Until schedule(), each question about the device raises, as after an illegal access.
   m.def("break_device", [&] { simulator.failed_with = 700; });
   m.def(
       "break_kernels",

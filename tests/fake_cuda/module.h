@@ -15,7 +15,7 @@ namespace fake_cuda {
 //
 // With `where`, which gets facts about a program by name (twin.h), faults are those of programs for which it is true. There "bit"
 // is the lowest one of the last element that the program writes, "top" the highest; "one": 1 is added to its first element, an
-// fp64; "skip": it does not run; "after", "before": it writes a byte behind its last element, or in front of its first. `output`
+// fp64; "skip": it does not run; "after", "before": it writes a byte after its last element, or in front of its first. `output`
 // says of which output, by name.
 using Facts = std::map<std::string, int64_t>;
 void break_kernels(const std::string& part_of_name, const std::string& fault,

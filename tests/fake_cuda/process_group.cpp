@@ -30,7 +30,7 @@ struct Stash {
   Tensors tensors;
 
   void release() {
-    Tensors released;  // freed behind the lock
+    Tensors released;  // freed after unlocking
     const std::lock_guard lock(mutex);
     released.swap(tensors);
   }
@@ -253,7 +253,7 @@ class StreamBackend : public c10d::Backend {
     return views;
   }
 
-  // Enqueues `body` on this backend's own stream of the device, behind what the current stream was given; or, if the
+  // Enqueues `body` on this backend's own stream of the device, after what the current stream was given; or, if the
   // caller is going to wait at once, on the current stream itself.
   WorkPtr collective(c10d::OpType type, const char* name, bool asynchronous, const Tensors& inputs,
                      const Tensors& results, const Body& body) {

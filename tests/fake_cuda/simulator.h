@@ -165,7 +165,7 @@ class Graph {
   Graph& operator=(const Graph&) = delete;
 
   void end();
-  // Enqueues a copy of all nodes behind what `queue` was given.
+  // Enqueues a copy of all nodes after what `queue` was given.
   void replay(Queue& queue) const;
 
   // What a captured queue does instead of enqueuing.

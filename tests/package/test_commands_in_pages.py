@@ -29,7 +29,7 @@ def commands() -> set[str]:
 
 
 def after(start: str) -> list[list[str]]:
-    """The words behind ``start`` of each command that has it."""
+    """The words after ``start`` of each command that has it."""
     return [command.split(start, 1)[1].split() for command in sorted(commands()) if start in command]
 
 

@@ -1,6 +1,6 @@
-"""Communication hooks of programs that know nothing of fastddp: behind the patch they do what they do without it.
+"""Communication hooks of programs that know nothing of fastddp: under the patch they do what they do without it.
 
-A program is run as it is and then behind the patch, in the same process: names are looked up when it runs.
+A program is run as it is and then under the patch, in the same process: names are looked up when it runs.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {
     "a wrapper within a users hook": lambda: trained_with(
         None, lambda state, bucket: default_hooks.bf16_compress_wrapper(users_hook)(state, bucket)
     ),
-    "an optimizer behind a cast": lambda: before_an_optimizer(
+    "an optimizer after a cast": lambda: before_an_optimizer(
         None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
     ),
-    "an optimizer behind PowerSGD": lambda: before_an_optimizer(of_torch(), power_sgd.powerSGD_hook),
+    "an optimizer after PowerSGD": lambda: before_an_optimizer(of_torch(), power_sgd.powerSGD_hook),
     "PowerSGD called by name": called,
     "PowerSGD kept before the patch": lambda: called(KEPT),
     "enum ALLREDUCE": lambda: by_enum("ALLREDUCE"),
@@ -128,7 +128,7 @@ def test_a_program_does_what_it_does_without_the_patch(rank: int, program: str) 
 
 
 @on_ranks(2)
-def test_a_model_with_a_wrapped_hook_is_pickled_behind_the_patch_too(rank: int) -> None:
+def test_a_model_with_a_wrapped_hook_is_pickled_under_the_patch_too(rank: int) -> None:
     with fastddp.patch():
         wrapped = model()
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_wrapper(users_hook))

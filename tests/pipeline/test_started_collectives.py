@@ -144,7 +144,7 @@ class FailsAfterSending:
 
 
 def late_gradients(rank: int, cannot: str, raises_in: int) -> tuple[int, list[list[float]]]:
-    """Calls, and gradients of each step. In the third b and c come behind their buckets, in one more each."""
+    """Calls, and gradients of each step. In the third b and c come after their buckets, in one more each."""
     faulty = Faulty(dist.group.WORLD) if cannot == "be sent" else FailsAfterSending()
     module = Parts()
     module.c.data = module.c.data.double()  # so that it is in no collective with b

@@ -93,7 +93,7 @@ def test_they_travel_in_one_bucket_when_the_awaited_gradient_has_come(rank: int,
     assert events.index("BDE") > events.index("b")
 
 
-def test_other_dtypes_have_a_bucket_directly_behind_the_awaited_ones_and_frozen_parameters_none() -> None:
+def test_other_dtypes_have_a_bucket_directly_after_the_awaited_ones_and_frozen_parameters_none() -> None:
     tensors = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.float64) * 2]
     frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
     named = NamedParameters(["0", "1", "2", "3"], tensors, [])

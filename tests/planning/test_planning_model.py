@@ -21,7 +21,7 @@ from fastddp.planning.model import Gradient, Link, best_plan, end_of
 def test_collectives_wait_for_their_gradients_and_for_each_other() -> None:
     gradients = [Gradient(1.0, 10, "a"), Gradient(2.0, 20, "a"), Gradient(9.0, 10, "a")]
     link = Link(latency=0.5, bandwidth=10.0)
-    # 1 + 0.5 + 1 = 2.5, behind which the second waits; + 0.5 + 2 = 5; the third waits for its gradient: 9 + 0.5 + 1.
+    # 1 + 0.5 + 1 = 2.5, until which the second waits; + 0.5 + 2 = 5; the third waits for its gradient: 9 + 0.5 + 1.
     assert end_of([[0], [1], [2]], gradients, link) == 10.5
     assert end_of([[0], [1]], gradients, link) == 5.0
     assert end_of([[0, 1]], gradients, link) == 2 + 0.5 + 3

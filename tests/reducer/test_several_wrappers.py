@@ -288,7 +288,7 @@ def said_by(model: nn.Module, x: Tensor) -> str:
 @pytest.mark.parametrize("copied", [False, True], ids=["", "a rank has made models alone"])
 @on_ranks(3)
 def test_models_that_a_rank_runs_in_another_order_are_named(rank: int, copied: bool) -> None:
-    """Of one size; rank 1 begins with the third one behind the first in the last step."""
+    """Of one size; rank 1 begins with the third one after the first in the last step."""
     first, second = (Wrapper(Ones()) for _ in range(2))
     if copied and rank == 0:  # an average of weights, say
         copy.deepcopy(first)

@@ -14,7 +14,7 @@ GUARD = 32
 class Given:
     """Gradients, a wire and errors with memory around them that nobody may touch; equal bits each time it is made.
 
-    Gradients lie ``shift`` elements behind a multiple of 64 bytes, errors ``error_shift``; the first gradient has the
+    Gradients lie ``shift`` elements after a multiple of 64 bytes, errors ``error_shift``; the first gradient has the
     block ``first``, and between two of them there is a block of none.
     """
 

@@ -90,7 +90,7 @@ def try_out(wheel: Path, folder: Path) -> None:
     python = environment / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
     run(*pip, "install", "--quiet", "--no-index", "--no-deps", wheel, folder=folder)
-    # Only the folder, behind the environment's own: .pth files in it, as of a fastddp in place, are not followed.
+    # Only the folder, after the environment's own: .pth files in it, as of a fastddp in place, are not followed.
     site = next(environment.glob("lib/python*/site-packages"))
     (site / "torch_of_this_environment.pth").write_text(sysconfig.get_path("purelib"))
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

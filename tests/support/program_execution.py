@@ -328,10 +328,10 @@ class Execution:
 
         Where optimizers step in backward nothing can be noticed in time.
         """
-        behind = set(self.program.order_on(rank)[1:]) - self._always_unused(rank)
+        later = set(self.program.order_on(rank)[1:]) - self._always_unused(rank)
         may_repeat = not any(spec.steps_in_backward for spec in self.program.parameters)
         is_seen = self.program.options.usage != "all" and self.program.output in SEEN
-        return may_repeat and (is_seen or bool(behind & self.trainable))
+        return may_repeat and (is_seen or bool(later & self.trainable))
 
     def _legal(self, op: Backward) -> set[int]:
         if self.program.options.usage_is_fixed:

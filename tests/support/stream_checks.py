@@ -299,7 +299,7 @@ def memory_of_gradients_can_be_freed_when_an_optimizer_has_stepped_in_backward()
     assert allocated[1] - allocated[2] < 2 * 4 * ELEMENTS, "the first gradient is there when the second is averaged"
 
 
-def memory_of_gradients_can_be_freed_behind_a_window_that_failed() -> None:
+def memory_of_gradients_can_be_freed_after_a_window_that_failed() -> None:
     first, second = of = parameters(2**16, ELEMENTS)
     held = holding_gradient(first)
     engine = reducer(of, plan=[[0], [1]])
@@ -336,7 +336,7 @@ def late_gradients_are_completed(with_an_older_one: bool) -> None:
         torch.accelerator.synchronize()
 
 
-def a_stand_in_is_packed_behind_its_copy() -> None:
+def a_stand_in_is_packed_after_its_copy() -> None:
     """The first gradient of backward, on a stream of its own, makes the copy; another stream completes the bucket."""
     late, first, other = of = parameters(ELEMENTS, ELEMENTS, ELEMENTS)
     accumulate_on([stream()], [first])
@@ -426,7 +426,7 @@ def wires_are_not_given_out_before_unpack_of_an_unfinished_window() -> None:
     expect_nobody_writes_to(others)
 
 
-def wires_of_a_slab_are_written_behind_what_was_there() -> None:
+def wires_of_a_slab_are_written_after_what_was_there() -> None:
     """Its memory is of the stream on which the exchange is installed; buckets are packed on others."""
     first, second = of = parameters(ELEMENTS, ELEMENTS)
     accumulate_on([stream(), stream()], of)

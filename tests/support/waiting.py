@@ -24,7 +24,7 @@ def until(holds: Callable[[], bool]) -> bool:
 
 @contextmanager
 def stderr_of_the_process() -> Iterator[Callable[[], str]]:
-    """What is called inside, or behind it, returns what was written so far."""
+    """What is called inside, or after it, returns what was written so far."""
     with tempfile.NamedTemporaryFile() as file:
         before = os.dup(2)
         os.dup2(file.fileno(), 2)

@@ -38,7 +38,7 @@ class Layers(nn.Module):
 
 @contextlib.contextmanager
 def dynamo(mode: Any = None) -> Iterator[None]:
-    """What was compiled is forgotten before and behind. ``mode``: how it treats a DDP."""
+    """What was compiled is forgotten before and after. ``mode``: how it treats a DDP."""
     torch._dynamo.reset()
     try:
         with torch._dynamo.config.patch(optimize_ddp=mode) if mode else contextlib.nullcontext():

@@ -298,7 +298,7 @@ def behind_words() -> Any:
 
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": None, "gradient_as_bucket_view": True}], ids=str)
 @on_ranks(2)
-def test_they_do_what_a_step_behind_backward_does(rank: int, options: dict[str, Any]) -> None:
+def test_they_do_what_a_step_after_backward_does(rank: int, options: dict[str, Any]) -> None:
     """Ranks use other parts in each step, and none the last one, whose gradient, of the rank's own, is left alone."""
     early, late = behind_words(), behind_words()  # torch's DDP needs an accelerator for it
     _apply_optimizer_in_backward(torch.optim.SGD, early.parameters(), {"lr": 0.1})

@@ -125,7 +125,7 @@ def exchange_beside_a_thread_that_keeps_the_gil(rank: int, hook: str) -> tuple[f
 def test_native_hooks_run_without_the_gil_46959(ranks: RankPool, hook: str) -> None:
     """Rank 1 gets all gradients from rank 0, where Python cannot run; without reads, which wait for each other.
 
-    Only the status of the window, behind them, may wait: in allreduces of gloo torch takes the GIL (flight recorder).
+    Only the status of the window, after them, may wait: in allreduces of gloo torch takes the GIL (flight recorder).
     """
     (_, given_back), (averaged, _) = ranks.run(exchange_beside_a_thread_that_keeps_the_gil, 2, hook)
     assert (averaged < given_back) is (hook != "python")

@@ -67,7 +67,7 @@ COLLECTIVES = {
         .range(2, 8, bucket("collective", 1)).range(0, 10, bucket("collective", 0), thread=BACKWARD)
         .launch(5, 10, 15, NCCL).launch(5, 20, 25, NCCL, thread=BACKWARD).launch(11, 30, 35, NCCL)
         .kernel(40, 45, 99, NCCL)  # was launched before recording began
-        .launch(9, 50, 55, NCCL),  # behind the inner range, inside the outer one
+        .launch(9, 50, 55, NCCL),  # after the inner range, inside the outer one
         [(10, 1), (20, 0), (30, None), (40, None), (50, 1)],
     ),
     "a range that outlasts the one around it, by a rounding or since the trace is damaged, confuses none that follow": (
@@ -111,11 +111,11 @@ def test_whole_numbers_of_any_size_end_nothing(tmp_path: Path, one: str) -> None
 def test_wherever_the_text_is_cut_into_pieces_the_same_events_come_out(piece: int) -> None:
     event = {"n": -12.5e-3, "m": 1234567890123456789012, "t": 'a"\\é\U0001f600]', "l": [[], {}, None, True]}
     events = [event, 17, -1e5]
-    data = json.dumps({"before": 12345678, "traceEvents": events, "behind": 1.5}, ensure_ascii=False).encode()
+    data = json.dumps({"before": 12345678, "traceEvents": events, "after": 1.5}, ensure_ascii=False).encode()
     pieces = iter([data[place : place + piece] for place in range(0, len(data), piece)])
     document = ChromeDocument(lambda _: next(pieces, b""))
     assert list(document.events()) == events
-    assert document.header == {"before": 12345678, "behind": 1.5}
+    assert document.header == {"before": 12345678, "after": 1.5}
 
 
 def test_odd_events_harm_nobody_and_those_without_times_are_counted(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_without_ranges_and_launches_there_is_still_a_split(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("steps", "buckets"), [*itertools.product((3, 8, 19), (1, 2, 5, 12))])
 def test_windows_across_ranges_take_no_collective_from_its_bucket(tmp_path: Path, steps: int, buckets: int) -> None:
-    """They begin in the first gradient and end behind the last."""
+    """They begin in the first gradient and end after the last."""
     trace = NsightExport()
     for step in range(steps):
         t = 100.0 * step
@@ -230,7 +230,7 @@ class NcclExport(NsightExport):
 
 
 def with_payloads(payload: dict[str, object], name: str = "ncclAllReduce", kernel: str = NCCL) -> NcclExport:
-    """The kernel is launched behind the call, when its group ends."""
+    """The kernel is launched after the call, when its group ends."""
     trace = NcclExport()
     for t in (0.0, 100.0, 200.0):
         trace.range(t, t + 1, f"{FORWARD}, op_id = 5").launch(t, t, t + 50)

@@ -184,7 +184,7 @@ MARKS = ["train", "train {}", "train_{}", "train #{}/40"]
 )
 def test_a_range_of_the_scripts_own_is_a_step(tmp_path: Path, mark: str, recorder: type[Trace]) -> None:
     trace = steps(recorder(), mark)
-    trace.range(3, 5, "train_model")  # has letters behind it
+    trace.range(3, 5, "train_model")  # has letters after it
     trace.range(40, 45, "train", thread=77)  # on another thread
     found = report(tmp_path, trace, step_range="train")
     assert found.step_mark == "--step-range"

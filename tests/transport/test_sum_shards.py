@@ -33,7 +33,7 @@ def by_kernel(shards: Tensor, target: Tensor) -> None:
 
 
 def guarded(elements: int, dtype: torch.dtype, shift: int) -> tuple[Tensor, Tensor]:
-    """A buffer, and the part of it that may be written; it begins ``shift`` elements behind a multiple of 64 bytes."""
+    """A buffer, and the part of it that may be written; it begins ``shift`` elements after a multiple of 64 bytes."""
     buffer = torch.full((elements + 2 * GUARD + 64,), 7.0, dtype=dtype)
     begin = GUARD + (-(buffer.data_ptr() // 2 + GUARD) % 32) + shift
     return buffer, buffer[begin : begin + elements]

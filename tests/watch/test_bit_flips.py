@@ -55,7 +55,7 @@ def test_what_has_to_be_found_is(ranks: RankPool, flip: Flip) -> None:
 def damaged(
     rank: int, damage: Damage, at: int, casts: bool, every: int, **options: Any
 ) -> list[tuple[int, Corruption]]:
-    """What is told behind which of 12 steps, if in one an element of the wire is damaged (last bias: 1.25 each)."""
+    """What is told after which of 12 steps, if in one an element of the wire is damaged (last bias: 1.25 each)."""
     torch.manual_seed(0)
     told = []
     step = 0

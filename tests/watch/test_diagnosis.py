@@ -34,7 +34,7 @@ def diagnose(records: list[str], ranks: int) -> StallReport:
 
 
 def gathers(rank: int, **fields: Any) -> str:
-    """A rank that waits for the parameters of bucket 1 of 3, behind step 6."""
+    """A rank that waits for the parameters of bucket 1 of 3, after step 6."""
     return record(rank, **{"doing": "gather", "of_parameters": 1, "state": "finished", "bytes": 0} | fields)
 
 

@@ -42,7 +42,7 @@ def shown(file: Path) -> str:
     return message["extraInfo"]["py_callstack"]
 
 
-def test_a_report_is_behind_the_exception_and_not_said_twice(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_follows_the_exception_and_not_said_twice(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dies_of(ConnectionError("closed by peer"), monkeypatch)
     leave_reports([STALL, "", STALL])
     calls, _, rest = shown(file).partition("ConnectionError: closed by peer\n")
@@ -65,7 +65,7 @@ def test_what_torch_has_recorded_stays_and_the_report_is_added(file: Path) -> No
     assert shown(file).endswith("fastddp: step 7 stands still.")
 
 
-def test_wrong_numbers_are_found_behind_another_exception(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_numbers_are_found_after_another_exception(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = ValueError("while it was saved")
     error.__context__ = CorruptionError(Corruption("replicas", 3, (1,), "layer.weight", "Replicas differ."))
     dies_of(error, monkeypatch)

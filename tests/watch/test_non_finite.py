@@ -115,7 +115,7 @@ def spoilt(
         backward(model, rank, step, device)
         blamed.append(model.blame_non_finite())
     if leaves_out:
-        model.zero_grad()  # as behind a GradScaler, which has left the step out
+        model.zero_grad()  # as after a GradScaler, which has left the step out
     model.engine.look_for_corruption()
     return blamed, told
 
@@ -369,7 +369,7 @@ CAST, SUM = {"leaves_out": True}, {"gradient_average": "sum"}
         ({1: 2e154}, {"make": partial(layers, torch.float64)}, "too_large"),
     ],
 )
-def test_what_is_finite_on_each_rank_is_told_as_too_large_or_as_not_finite_behind_the_cast_or_the_sum(
+def test_what_is_finite_on_each_rank_is_told_as_too_large_or_as_not_finite_after_the_cast_or_the_sum(
     pools: dict[str, RankPool], values: dict[int, float], options: dict[str, Any], kind: str | None
 ) -> None:
     puts = {rank: {"2.weight": {11: value}} for rank, value in values.items()}
@@ -499,7 +499,7 @@ def test_a_healthy_step_on_a_device_has_one_reduction_more_however_many_buckets(
 
 @pytest.mark.parametrize("exchange", [PLAIN, "bf16", LOW_RANK])
 @on_ranks(2, pool="simulated_ranks")
-def test_a_captured_step_can_be_asked_behind_each_replay(rank: int, exchange: str) -> None:
+def test_a_captured_step_can_be_asked_after_each_replay(rank: int, exchange: str) -> None:
     fake_cuda.schedule("others_first", 3)
     with torch.Stream(device=DEVICE):
         model = wrapped(DEVICE, exchange, corruption="report")

@@ -127,7 +127,7 @@ def test_a_page_tells_what_a_rank_is_doing_and_which_gradients_are_missing(rank:
     found = [f"{of.doing} {of.state}" for of in seen]
     assert found == ["nothing idle", *step, *ended, *step, *ended, "forward finished"]
     assert [of.windows for of in seen] == [0] * 4 + [1] * 6 + [2] * 4
-    within, behind = seen[3:5]
+    within, after = seen[3:5]
     last, other = within.buckets
     assert [within.names[i] for i in last.members] == ["1.weight"]
     assert [within.missing(bucket) for bucket in range(2)] == [[], other.members]
@@ -135,8 +135,8 @@ def test_a_page_tells_what_a_rank_is_doing_and_which_gradients_are_missing(rank:
     assert last.started is not None
     assert other.ready is other.started is other.arrived is None
     assert last.bytes == 64
-    assert (behind.gradients, behind.tick, behind.finished) == (2, 2, 2)
-    assert behind.came == [False, False]  # of the window that comes next
+    assert (after.gradients, after.tick, after.finished) == (2, 2, 2)
+    assert after.came == [False, False]  # of the window that comes next
     with model.no_sync():
         model(torch.ones(2, 4)).sum().backward()
     assert [of.doing for of in seen[-2:]] == ["forward", "backward"]

@@ -89,7 +89,7 @@ SENT = (live.Collectives(0, 7, 8),)
         ("finish", "reducing", {}, {"bucket": 0, "collectives": SENT}, "waits for bucket 0 of 3"),
         ("finish", "reducing", {"bucket": None}, NOTHING, "waits for a bucket"),
         ("closing", "reducing", {}, OPEN, "waits for the end of the step"),
-        # Parameters are waited for behind a step, or in the next forward.
+        # Parameters are waited for after a step, or in the next forward.
         ("gather", "finished", {}, ENDED | {"bucket": 0, "collectives": ()}, "waits for parameters of bucket 0 of 3"),
         ("gather", "idle", {"bucket": 2}, OPEN | {"bucket": 2}, "waits for parameters of bucket 2 of 3"),
         # The last gradient has its bucket.
@@ -198,7 +198,7 @@ def test_json_has_all_that_is_known_of_a_rank_and_its_page_names_every_field() -
     assert known.keys() - rank.keys() == {"all_came", "runs_user_code"}  # in_words has them
     assert (rank["steps_per_second"], rank["concern"]) == (2.0, None)  # by the median of its steps
     assert replace(AT_REST, step_seconds=()).steps_per_second is None
-    text = (ROOT / "docs" / "watch.md").read_text()
+    text = (ROOT / "docs" / "commands.md").read_text()
     assert [name for name in rank if f"`{name}`" not in text] == []
 
 

@@ -159,7 +159,7 @@ def test_rank_0_says_who_is_slow_once_and_when_that_is_over(ranks: RankPool, pla
         assert {delay.rank for delay in delays} <= {None, slow}
         assert SLOW not in [delay.rank for _, delays in later for delay in delays]
     for (lines, _), words in zip(first, WORDS[place], strict=True):
-        # Where a rank is slow, lines about the network may come before or behind it.
+        # Where a rank is slow, lines about the network may come before or after it.
         (line,) = (line for line in lines if slow is None or "rank 1" in line)
         assert re.match(words, line)
     assert all(lines == [] for verdict in others for lines, _ in verdict)
@@ -173,7 +173,7 @@ def test_rank_0_says_who_is_slow_once_and_when_that_is_over(ranks: RankPool, pla
     [
         (0, True, [0] * 8),
         (3, False, [0] * 8),
-        (3, True, [0, 1, 0, 0, 1, 0, 0, 1]),  # in the step behind the sampled one
+        (3, True, [0, 1, 0, 0, 1, 0, 0, 1]),  # in the step after the sampled one
         (1, True, [0] + [1] * 7),
     ],
 )

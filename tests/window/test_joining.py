@@ -17,7 +17,7 @@ from releases import FORWARD_SYNC_BUFFERS
 
 
 def train(wrap: Any, rank: int, batches: list[int], accumulate: bool, **join: Any) -> list[Tensor]:
-    """Parameters and buffers after two epochs in which rank r has ``batches[r]`` batches, and a step behind them."""
+    """Parameters and buffers after two epochs in which rank r has ``batches[r]`` batches, and a step after them."""
     torch.manual_seed(2)
     model = wrap(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

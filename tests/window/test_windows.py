@@ -30,7 +30,7 @@ VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucke
 @on_ranks(2)
 def test_gradients_are_averaged_once(rank: int, view: bool) -> None:
     model, x, own, states = wrapped(gradient_as_bucket_view=view), local_input(rank), rank + 1.0, []
-    for _ in range(2):  # buckets are rebuilt behind the first windows
+    for _ in range(2):  # buckets are rebuilt after the first windows
         # Under no_sync they stay local, those too that the last backward does not bring.
         model.zero_grad()
         with model.no_sync():

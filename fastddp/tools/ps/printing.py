@@ -213,7 +213,7 @@ def _three_digits(number: float | None) -> str:
 
 
 def as_json(node: Node) -> str:
-    """One document, in ASCII (docs/watch.md)."""
+    """One document, in ASCII (docs/commands.md)."""
     whole = {
         "format": "fastddp ps",
         "version": VERSION,
