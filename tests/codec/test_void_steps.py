@@ -206,6 +206,28 @@ def test_a_step_that_is_not_taken_leaves_no_trace(ranks: RankPool, hook: str, vo
     ranks.run(traces, 4 if "two levels" in hook else 2, hook, void)
 
 
+@pytest.mark.parametrize("hook", [*HOOKS[:2], "powerSGD_hook"])
+@on_ranks(2)
+def test_errors_change_places_in_each_step_and_are_not_copied(rank: int, hook: str) -> None:
+    training = Training(rank, hook)
+
+    def places() -> list[int]:
+        return [error.data_ptr() for error in training.state.errors.values()]
+
+    first = places()
+    training.next_gradients()
+    second = places()
+    assert set(first).isdisjoint(second)
+    for _ in range(2):  # of the same step
+        training.model(torch.ones(12, 9)).backward()
+    assert places() == second
+    training.optimizer.step()
+    training.next_gradients()
+    assert places() == first
+    training.model.discard_step()
+    assert places() == second
+
+
 def traces_of_gradients_thrown_away(rank: int, hook: str, way: str) -> None:
     without, trained = Training(rank, hook), Training(rank, hook)
     throws_gradients_away(trained, way)

@@ -51,7 +51,7 @@ def stepped(rank: int, device: str, case: Case, order: str = "") -> list[list[Te
                 step()
             of_graph = case.gradients(model)
         found = []
-        for number, is_replayed in enumerate([True, True, True, False, False, True, False]):
+        for number, is_replayed in enumerate([True, True, True, False, False, True, False, True]):
             static.copy_(batch(rank, number))
             replays[0]() if is_replayed else step()
             gradients = (is_replayed and of_graph) or case.gradients(model)
