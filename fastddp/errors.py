@@ -1,6 +1,6 @@
 """All errors that a user can meet, by code: what has happened, and what to do.
 
-A message ends with its code (:func:`see`), in C++ too (``csrc/device/see.h``). ``fastddp explain CODE`` and the page
+A message ends with its code (:func:`see`), in C++ too (``csrc/errors/see.h``). ``fastddp explain CODE`` and the page
 docs/errors.md show what stands here. A code keeps its meaning: a new error gets a new one at the end, and the code of
 an error that is gone (FD019) is not used again.
 """

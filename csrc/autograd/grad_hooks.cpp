@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "device/see.h"
+#include "errors/see.h"
 
 namespace fastddp {
 

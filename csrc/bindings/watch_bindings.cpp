@@ -115,7 +115,7 @@ void bind_watch(py::module_& m) {
       .def("watch", &DeviceProgress::watch)
       .def("look", &DeviceProgress::look, no_gil);
 
-  py::class_<Interruption, std::shared_ptr<Interruption>>(m, "Interruption", "csrc/transport/interruption.h.")
+  py::class_<Interruption, std::shared_ptr<Interruption>>(m, "Interruption", "csrc/waits/interruption.h.")
       .def_property_readonly("groups", &Interruption::groups)
       .def_property_readonly("is_interrupted", &Interruption::is_interrupted)
       .def("interrupt", &Interruption::interrupt, py::arg("why"), no_gil);

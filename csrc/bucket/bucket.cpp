@@ -7,7 +7,7 @@
 
 #include "bucket/bucket_range.h"
 #include "bucket/own_shard.h"
-#include "device/see.h"
+#include "errors/see.h"
 
 namespace fastddp {
 

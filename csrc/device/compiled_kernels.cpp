@@ -5,7 +5,7 @@
 #include <mutex>
 #include <tuple>
 
-#include "device/see.h"
+#include "errors/see.h"
 
 namespace fastddp {
 namespace {

@@ -10,8 +10,8 @@
 #include <map>
 #include <mutex>
 
-#include "device/see.h"
 #include "device/streams.h"
+#include "errors/see.h"
 
 namespace fastddp {
 namespace {

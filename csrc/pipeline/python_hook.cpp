@@ -5,7 +5,7 @@
 #include <set>
 
 #include "bucket/bucket_range.h"
-#include "device/see.h"
+#include "errors/see.h"
 #include "observe/progress.h"
 #include "pipeline/exchange.h"
 #include "pipeline/reserve_wire.h"

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <thread>
 
-#include "device/see.h"
+#include "errors/see.h"
 
 namespace fastddp {
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "device/cuda_driver.h"
-#include "device/see.h"
+#include "errors/see.h"
 #include "reducer/errors.h"
 #include "reducer/reduction.h"
 #include "transport/sparse.h"

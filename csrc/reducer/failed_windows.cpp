@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "device/cuda_driver.h"
-#include "device/see.h"
+#include "errors/see.h"
 #include "reducer/reducer.h"
 
 namespace fastddp {

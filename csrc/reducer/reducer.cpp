@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "device/see.h"
+#include "errors/see.h"
 #include "pipeline/pipeline.h"
 #include "reducer/errors.h"
 

@@ -22,7 +22,7 @@
 #include "reducer/shared_sums.h"
 #include "reducer/ticks.h"
 #include "transport/gather.h"
-#include "transport/interruption.h"
+#include "waits/interruption.h"
 #include "window/window.h"
 
 namespace fastddp {

@@ -4,7 +4,7 @@
 
 #include "autograd/backward.h"
 #include "autograd/grad_hooks.h"
-#include "device/see.h"
+#include "errors/see.h"
 #include "reducer/errors.h"
 #include "reducer/reducer.h"
 

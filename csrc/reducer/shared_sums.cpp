@@ -3,7 +3,7 @@
 #include <c10/core/GradMode.h>
 
 #include "bucket/gradient_memory.h"
-#include "device/see.h"
+#include "errors/see.h"
 #include "reducer/errors.h"
 
 namespace fastddp {

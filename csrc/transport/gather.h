@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "transport/interruption.h"
 #include "transport/transport.h"
+#include "waits/interruption.h"
 
 namespace fastddp {
 

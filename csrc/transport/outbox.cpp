@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include "device/see.h"
+#include "errors/see.h"
 
 namespace fastddp {
 namespace {

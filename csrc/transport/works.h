@@ -14,7 +14,7 @@
 
 #include "device/cuda_driver.h"
 #include "device/streams.h"
-#include "transport/interruption.h"
+#include "waits/interruption.h"
 
 namespace fastddp {
 

@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "device/see.h"
+#include "errors/see.h"
 #include "watch/last_words.h"
 #include "window/window.h"
 

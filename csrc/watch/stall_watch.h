@@ -16,7 +16,7 @@
 
 #include "observe/device_progress.h"
 #include "observe/progress.h"
-#include "transport/interruption.h"
+#include "waits/interruption.h"
 #include "watch/board.h"
 #include "watch/diagnosis.h"
 #include "watch/links.h"

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/interruption.h"
+#include "waits/interruption.h"
 
 namespace {
 

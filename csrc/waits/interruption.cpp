@@ -1,4 +1,4 @@
-#include "transport/interruption.h"
+#include "waits/interruption.h"
 
 #include <chrono>
 #include <condition_variable>
@@ -7,8 +7,8 @@
 #include <thread>
 #include <utility>
 
-#include "device/see.h"
 #include "device/streams.h"
+#include "errors/see.h"
 
 namespace fastddp {
 namespace {
