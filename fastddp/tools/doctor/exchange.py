@@ -109,7 +109,7 @@ def findings(backend: str, gpu_of_rank: Mapping[int, str | None], by_rank: Mappi
         check = f"Do not train: check the network and its drivers, and {backend}."
         found.append(wrong("allreduce", f"Sums are wrong on {ranks(wrong_on)}.", check))
     gpus = [gpu for gpu in gpu_of_rank.values() if gpu is not None]
-    sharing = [rank for rank, gpu in gpu_of_rank.items() if gpus.count(gpu) > 1]
+    sharing = [rank for rank, gpu in gpu_of_rank.items() if gpu is not None and gpus.count(gpu) > 1]
     if backend == "gloo" and sharing:
         what = f"More ranks than GPUs: {ranks(sharing)} share some, and NCCL takes one rank a GPU."
         found.append(wrong("gloo", what, "Start one rank for each GPU: torchrun --nproc-per-node=gpu."))
