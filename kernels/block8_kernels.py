@@ -260,7 +260,21 @@ def block8_encode_kernel(
     if _moves_16_bytes(source | earlier | errors, count, DTYPE):
         row = tl.arange(0, ROWS)
         _encode_rows(
-            source, count, earlier, errors, group, local, first, row, factor, key, DTYPE, NUMBER, BLOCK, STOCHASTIC, True
+            source,
+            count,
+            earlier,
+            errors,
+            group,
+            local,
+            first,
+            row,
+            factor,
+            key,
+            DTYPE,
+            NUMBER,
+            BLOCK,
+            STOCHASTIC,
+            True,
         )
     else:
         for step in range(0, ROWS, TILE):

@@ -6,7 +6,7 @@ from unittest import mock
 
 from bench.gpu.results import Run
 from fastddp.exchange import proofs
-from fastddp.tools.doctor.kernel_checks import check_kernels, findings
+from fastddp.tools.doctor.kernel_checks import check_kernels
 
 
 def measure(run: Run) -> None:
@@ -14,7 +14,7 @@ def measure(run: Run) -> None:
     with mock.patch.object(proofs, "proof_of", return_value=None):
         checks = check_kernels(run.device)
     for check in checks:
-        said = [finding.what for finding in findings([check])]
+        said = [finding.what for finding in check.findings()]
         right = check.made_of == "Triton" and not said
         run.results.add(
             "proof",

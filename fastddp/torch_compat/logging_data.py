@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,23 +25,17 @@ _OF_BACKEND = {
     "gloo": "GLOO_SOCKET_IFNAME GLOO_DEVICE_TRANSPORT",
     "nccl": "NCCL_SOCKET_IFNAME NCCL_BLOCKING_WAIT NCCL_ASYNC_ERROR_HANDLING NCCL_DEBUG NCCL_NTHREADS NCCL_IB_TIMEOUT",
 }
-_CPP_NAMES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-}
+_CPP_NAMES = {torch.float32: "float", torch.float64: "double"}
+_CPP_NAMES |= {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
 
 
-def logging_data(model: TorchDDP, engine: Engine, logger: Logger, hook: str | None) -> LoggingData:
+def logging_data(model: TorchDDP, engine: Engine, logger: Logger, hook: object) -> LoggingData:
     """Describe how ``model`` is synchronised now, under torch's keys, without torch's times.
 
     Sizes are in bytes, lists are joined by commas, flags are 0 or 1, and unset environment variables are ``"N/A"``.
 
-    - ``iteration`` is the number of steps that have ended.
-    - The order in which gradients came is that of the first step.
-    - ``can_set_static_graph``, with ``find_unused_parameters``: whether all steps up to now have used the same
-      parameters, on all ranks together. Torch's logger tells when they did not, and else when the model is freed.
+    ``iteration`` is the number of steps that have ended. The order in which gradients came is that of the first step.
+    ``can_set_static_graph``, with ``find_unused_parameters``: whether all steps up to now used the same parameters.
     """
     parameters, setting = engine.now.parameters.tensors, engine.now.setting
     backend = dist.get_backend(model.process_group)
@@ -72,7 +65,7 @@ def logging_data(model: TorchDDP, engine: Engine, logger: Logger, hook: str | No
     if model.static_graph:
         data["static_graph"] = 1
     if hook is not None:
-        data["comm_hook"] = hook
+        data["comm_hook"] = hook if isinstance(hook, str) else getattr(hook, "__qualname__", type(hook).__qualname__)
     if engine.reducer.windows() > 0:
         unused = set(range(len(parameters))).difference(engine.reducer.used_parameters())
         data["num_buckets_reduced"] = len(setting.plan)
@@ -89,11 +82,6 @@ def logging_data(model: TorchDDP, engine: Engine, logger: Logger, hook: str | No
     return data
 
 
-def name_of_hook(hook: object) -> str:
-    """The name that torch's logger gives to a hook that is not torch's."""
-    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
-
-
 def _sizes(plan: Buckets, parameters: Sequence[Tensor]) -> str:
     return _joined(sum(parameters[index].nbytes for index in bucket) for bucket in plan)
 
@@ -102,8 +90,7 @@ def _joined(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
-@dataclass(frozen=True)
-class TypedLoggingData:
+class TypedLoggingData(NamedTuple):
     """:func:`logging_data`, divided as torch's logger gives it."""
 
     strs_map: dict[str, str]
@@ -136,11 +123,9 @@ class Logger:
         """The result of the model's method of this name, texts and numbers apart."""
         model = self._model()
         assert model is not None, "a logger is used after its model"
-        data: LoggingData = model._get_ddp_logging_data()  # type: ignore[assignment]  # of ours
-        return TypedLoggingData(
-            {key: value for key, value in data.items() if isinstance(value, str)},
-            {key: value for key, value in data.items() if not isinstance(value, str)},
-        )
+        items = model._get_ddp_logging_data().items()
+        texts = {key: value for key, value in items if isinstance(value, str)}
+        return TypedLoggingData(texts, {key: value for key, value in items if not isinstance(value, str)})
 
     def _ignore(self, *arguments: object, **named: object) -> None:
         """Do nothing: copied code tells torch's logger what the model knows here."""

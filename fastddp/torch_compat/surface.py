@@ -22,7 +22,7 @@ from fastddp.module.buffers import buffer_hook
 from fastddp.module.numbering import ModelNumber
 from fastddp.module.parameters import replicated_tensors
 from fastddp.torch_compat.helpers import refuse_torchs_helpers
-from fastddp.torch_compat.logging_data import Logger, LoggingData, logging_data, name_of_hook
+from fastddp.torch_compat.logging_data import Logger, LoggingData, logging_data
 from fastddp.torch_compat.reducer import Reducer
 from fastddp.window import joining
 
@@ -101,8 +101,8 @@ class TorchSurface(TorchDDP):
 
     def _get_ddp_logging_data(self) -> LoggingData:
         """Options, sizes, buckets and environment under torch's keys: :mod:`fastddp.torch_compat.logging_data`."""
-        names = None if self._comm_hook is None else self._builtin_hook_name or name_of_hook(self._comm_hook[1])
-        return logging_data(self, self.engine, self.logger, names)
+        hook = None if self._comm_hook is None else self._builtin_hook_name or self._comm_hook[1]
+        return logging_data(self, self.engine, self.logger, hook)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Do nothing more than to check ``sample_rate``: :meth:`step_report` tells the times of steps.

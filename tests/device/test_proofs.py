@@ -100,7 +100,7 @@ def test_training_goes_on_by_operators(
 
 def all_kernels_at_once(rank: int, fault: str) -> tuple[list[str], set[str], set[str]]:
     """What the doctor finds wrong with results; kernels that were launched; those that are given up."""
-    from fastddp.tools.doctor.kernel_checks import check_kernels, findings
+    from fastddp.tools.doctor.kernel_checks import check_kernels
 
     device = torch.device(DEVICE, 0 if fault == "none" else 1)
     fake_cuda.reset_records()
@@ -109,7 +109,7 @@ def all_kernels_at_once(rank: int, fault: str) -> tuple[list[str], set[str], set
         checks = check_kernels(device)
     fake_cuda.break_kernels("", "none")
     given_up = {name for where, name, _, _ in _C.kernels_given_up() if where == device}
-    assert [name for name in given_up if name not in str(findings(checks))] == []
+    assert [name for name in given_up if name not in str([check.findings() for check in checks])] == []
     return (
         [text for check in checks for text in (*check.wrong, check.error) if text],
         set(fake_cuda.launches()),

@@ -14,7 +14,8 @@ from torch import Tensor
 import fake_cuda
 from fastddp import _C
 from fastddp.tools.doctor import kernel_checks
-from fastddp.tools.doctor.kernel_checks import KernelCheck, check_kernels
+from fastddp.tools.doctor.findings import KernelCheck
+from fastddp.tools.doctor.kernel_checks import check_kernels
 from fastddp.tools.doctor.report import Report
 from ranks import RankPool
 
@@ -35,7 +36,7 @@ def one_thread() -> Iterator[None]:
 
 def test_the_kernels_of_the_cpu_are_right() -> None:
     assert check_kernels(CPU) == [KernelCheck("cpu", what, "C++") for what in WHAT]
-    assert kernel_checks.findings(check_kernels(CPU)) == []
+    assert [check.findings() for check in check_kernels(CPU)] == [[]] * len(WHAT)
 
 
 def on_simulated_gpu(rank: int, capability: int) -> list[KernelCheck]:
@@ -64,7 +65,7 @@ def test_a_gpu_before_ampere_runs_operators(simulated_device: None) -> None:
 
 def sums_that_nobody_tries(rank: int) -> list[KernelCheck]:
     fake_cuda.schedule("in_order")
-    others = ("_load_pack", "_load_low_rank", "_load_block8", "_trials_of_pack", "_trials_of_block8")
+    others = ("_pack", "_low_rank", "_block8")
     with (
         mock.patch.multiple(kernel_checks, **dict.fromkeys(others, lambda *arguments: iter(()))),
         mock.patch("fastddp.exchange.proofs.prove"),
@@ -96,7 +97,7 @@ def test_operators_in_place_of_kernels_that_a_gpu_should_have_are_wrong(simulate
     ids=["wrong", "given up", "not checked"],
 )
 def test_what_is_wrong_given_up_or_not_checked_ends_the_doctor_with_status_1(check: KernelCheck) -> None:
-    found = tuple(kernel_checks.findings([check]))
+    found = tuple(check.findings())
     assert [finding.level for finding in found] == ["wrong"]
     assert Report(None, None, (), None, found).status == 1
     assert Report(None, None, (), None, ()).status == 0
@@ -140,7 +141,7 @@ def test_wrong_elements_are_found(monkeypatch: pytest.MonkeyPatch, step: str, sp
     pack, *others = check_kernels(CPU)
     assert len([words for words in pack.wrong if words.startswith(f"{step} of")]) == len(kernel_checks.PAIRS)
     assert [check.wrong for check in others] == [(), (), ()]
-    (finding,) = kernel_checks.findings([pack, *others])
+    (finding,) = pack.findings()
     assert (finding.level, finding.about) == ("wrong", "cpu")
 
 
@@ -204,6 +205,6 @@ def test_a_wrong_sum_of_16_bits_is_found_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_raised_is_a_finding() -> None:
     with mock.patch("fastddp.exchange.kernel_cases.pack", side_effect=RuntimeError("no kernel image\nmore lines")):
         pack, *_ = check_kernels(CPU)
-    (finding,) = kernel_checks.findings([pack], "rank 3, ")
+    (finding,) = pack.findings("rank 3, ")
     assert finding.about == "rank 3, cpu"
     assert "did not run: RuntimeError: no kernel image." in finding.what

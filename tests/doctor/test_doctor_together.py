@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fastddp.tools.commands import app
 from fastddp.tools.doctor import exchange
 from fastddp.tools.doctor.exchange import Timing
-from fastddp.tools.doctor.seat import seat
+from fastddp.tools.doctor.together import seat
 from repository import TESTS
 
 BIN = Path(sys.executable).parent
@@ -98,8 +98,8 @@ OF_TWO = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
         (["--unknown"], {}, "--unknown"),
         (["--time-limit", "0"], {}, "--time-limit"),
         (["--json", "/nowhere/doctor.json"], {}, "there is no folder"),
-        ([], {"RANK": "0"}, "WORLD_SIZE"),
-        ([], {"RANK": "3", **OF_TWO}, "RANK is '3', not a whole number from 0 to 1 (WORLD_SIZE is 2)"),
+        ([], {"RANK": "0"}, "WORLD_SIZE is 'not set'"),
+        ([], {"RANK": "3", **OF_TWO}, "RANK is '3', WORLD_SIZE is '2'"),
     ],
 )
 def test_wrong_usage_has_status_2(arguments: list[str], environment: dict[str, str], complaint: str) -> None:
@@ -145,7 +145,7 @@ TROUBLES: dict[str, tuple[float, int, list[str]]] = {  # the time limit, how muc
     "fail in examination": (250, 1, [FAILED, "remark allreduce: Nothing was measured: not all ranks came that far"]),
     "fail in exchange": (250, 1, [FAILED]),
     "hang in the beginning": (20, 1, [f"{SILENT} Last seen at: nowhere: it has not come"]),
-    "hang in examination": (20, 1, [f"{SILENT} Last seen at: asking for versions"]),
+    "hang in examination": (20, 1, [f"{SILENT} Last seen at: initialising CUDA and loading fastddp"]),
     "hang in exchange": (20, 1, [SILENT, r"Others wait for it, at: joining the process group \(gloo\)"]),
     "hang in allreduce 2": (20, 1, [SILENT, "Others wait for it, at: allreduce 2"]),
     "die in examination": (250, 1, [DIED]),
@@ -167,18 +167,19 @@ def test_the_rank_with_a_trouble_is_named_within_the_time_limit(trouble: str) ->
 # ---------------------------------------------------------------------------------------- what no CPU can show
 
 
-OWN = {0: ("a", "GPU-1"), 1: ("a", "GPU-2"), 2: ("b", "GPU-1")}
-SHARED, NONE = OWN | {3: ("a", "GPU-1")}, {0: None, 1: None}
+OWN = {0: "a GPU-1", 1: "a GPU-2", 2: "b GPU-1"}
+SHARED, NONE = OWN | {3: "a GPU-1"}, {0: None, 1: None}
 
 
 def test_nccl_is_used_where_each_rank_has_a_gpu_to_itself_and_gloo_beside_gpus_is_explained() -> None:
-    chosen = [exchange.choose_backend(gpus, has_nccl=True) for gpus in (OWN, SHARED, NONE)]
-    assert [*chosen, exchange.choose_backend(OWN, has_nccl=False)] == ["nccl", "gloo", "gloo", "gloo"]
+    chosen = [exchange.choose_backend([*gpus.values()], has_nccl=True) for gpus in (OWN, SHARED, NONE)]
+    assert [*chosen, exchange.choose_backend([*OWN.values()], has_nccl=False)] == ["nccl", "gloo", "gloo", "gloo"]
     (finding,) = exchange.findings("gloo", SHARED, {})
-    assert (finding.level, "ranks 0, 3 share one" in finding.what) == ("wrong", True)
+    assert (finding.level, "ranks 0, 3 share some" in finding.what) == ("wrong", True)
     (finding,) = exchange.findings("gloo", OWN | {3: None}, {})
     assert finding.level == "remark"
     assert exchange.findings("gloo", NONE, {}) == []
+    assert exchange.findings("gloo", OWN | {3: None, 4: None}, {}) == exchange.findings("gloo", OWN, {})
     assert exchange.findings("nccl", OWN, {}) == []
 
 
@@ -197,24 +198,23 @@ def test_seats_are_those_of_the_launcher() -> None:
     place = seat(OF_A_LAUNCHER)
     assert place is not None
     assert (place.rank, place.size, place.local_rank, place.port, place.has_agent) == (3, 8, 1, 29500, False)
-    with pytest.raises(ValueError, match="MASTER_ADDR, MASTER_PORT"):
+    with pytest.raises(ValueError, match="MASTER_ADDR is 'not set', MASTER_PORT is 'not set'"):
         seat({"RANK": "3", "WORLD_SIZE": "8"})
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "complaint"),
+    ("name", "value"),
     [
-        ("RANK", "8", "RANK is '8', not a whole number from 0 to 7 (WORLD_SIZE is 8): set it right, or"),
-        ("RANK", "first", "RANK is 'first', not a whole number"),
-        ("WORLD_SIZE", "0", "WORLD_SIZE is '0', not a whole number from 1"),
-        ("WORLD_SIZE", 5000 * "9", "not a whole number from 1"),
-        ("WORLD_SIZE", "", "WORLD_SIZE is not"),
-        ("LOCAL_RANK", "one", "LOCAL_RANK is 'one', not a whole number from 0"),
-        ("MASTER_PORT", "0", "MASTER_PORT is '0', not a whole number from 1 to 65535"),
-        ("MASTER_PORT", "99998", "MASTER_PORT is '99998', not a whole number from 1 to 65535"),
-        ("MASTER_ADDR", "", "MASTER_ADDR is not"),
+        ("RANK", "8"),
+        ("RANK", "first"),
+        ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", 5000 * "9"),
+        ("LOCAL_RANK", "one"),
+        ("MASTER_PORT", "0"),
+        ("MASTER_PORT", "99998"),
+        ("MASTER_ADDR", ""),
     ],
 )
-def test_what_no_launcher_would_set_is_refused(name: str, value: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(complaint)):
+def test_what_no_launcher_would_set_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is '{value[:20]}'"):
         seat(OF_A_LAUNCHER | {name: value})

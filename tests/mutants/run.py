@@ -97,7 +97,8 @@ def try_mutant(copy: Copy, mutant: Mutant, options: argparse.Namespace) -> str |
     apply(mutant, copy.tree)
     if mutant.file.startswith("csrc") and not copy.build():
         return "the compiler"
-    chosen = [*options.pytest.split(), f"--tier={options.tier}"]
+    # The list's own test would notice each mutation.
+    chosen = [*options.pytest.split(), f"--tier={options.tier}", "--ignore=tests/mutants"]
     return copy.failing_test([*folders_of(mutant.file, copy.tree / "tests"), *chosen], options.limit) or (
         copy.failing_test(chosen, options.limit)
     )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import fastddp_command
-from fastddp.tools.doctor import exchange, software, together
+from fastddp.tools.doctor import exchange, software
 
 
 def hang(*arguments: Any) -> NoReturn:
@@ -29,7 +29,7 @@ def die(*arguments: Any) -> NoReturn:
 
 
 def hang_in_allreduce_2(number: int, words: str) -> None:
-    if number == 2:
+    if words == "allreduce 2":
         hang()
 
 
@@ -49,7 +49,7 @@ def main() -> None:
             action, place = trouble.split(" in ")
             act = {"hang": hang, "fail": fail, "die": die}[action]
             if place == "examination":
-                together.examine = act
+                software.look = act
             elif place == "exchange":
                 exchange.measure = act
             else:

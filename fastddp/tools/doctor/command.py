@@ -13,16 +13,15 @@ import typer
 
 if TYPE_CHECKING:
     from fastddp.tools.doctor.report import Report
-    from fastddp.tools.doctor.seat import Seat
+    from fastddp.tools.doctor.together import Seat
 
 _JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write all of it there too.")
 ]
-_A_DAY = 24 * 3600.0
 _TimeLimit = Annotated[
     float,
     typer.Option(
-        min=1.0, max=_A_DAY, metavar="SECONDS", help="Under torchrun: what a rank may take for each of three parts."
+        min=1.0, max=24 * 3600.0, metavar="SECONDS", help="Under torchrun: what a rank may take for each of two parts."
     ),
 ]
 
@@ -34,7 +33,11 @@ def doctor(json_file: _JsonFile = None, time_limit: _TimeLimit = 120.0) -> None:
 
     Exit status: 0; 1 if something is wrong; 2 for wrong usage, or if FILE cannot be written.
     """
-    from fastddp.tools.doctor.seat import seat
+    from rich.console import Console
+
+    from fastddp.tools.doctor.examination import examine
+    from fastddp.tools.doctor.report import write
+    from fastddp.tools.doctor.together import seat
 
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {json_file.absolute().parent}", param_hint="--json")
@@ -43,22 +46,14 @@ def doctor(json_file: _JsonFile = None, time_limit: _TimeLimit = 120.0) -> None:
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="the environment") from None
     if place is None:
-        raise typer.Exit(_say(_alone(), json_file))
+        with Console(stderr=True).status("looking") as spinner:
+            report = write(None, {0: examine(None, spinner.update)})
+        raise typer.Exit(_say(report, json_file))
     status = _together(place, time_limit, json_file)
     sys.stdout.flush()
     sys.stderr.flush()
     # Skips the interpreter's own end, which waits for threads and process groups: one may hang, and is reported.
     os._exit(status)
-
-
-def _alone() -> Report:
-    from rich.console import Console
-
-    from fastddp.tools.doctor.examination import examine
-    from fastddp.tools.doctor.report import write
-
-    with Console(stderr=True).status("looking") as status:
-        return write(None, {0: examine(None, status.update)})
 
 
 def _together(seat: Seat, time_limit: float, json_file: Path | None) -> int:
@@ -80,9 +75,13 @@ def _together(seat: Seat, time_limit: float, json_file: Path | None) -> int:
 
 def _say(report: Report, json_file: Path | None) -> int:
     """Print and write; return the exit status."""
-    from fastddp.tools.doctor import printing
+    from rich.console import Console
 
-    printing.console().print(printing.page(report))
+    from fastddp.tools.doctor.report import page
+
+    out = Console(highlight=False)
+    # Wide enough for the tables even if it is a file or a pipe.
+    (out if out.is_terminal else Console(width=150, highlight=False)).print(page(report))
     if json_file is not None:
         try:
             json_file.write_text(json.dumps(asdict(report) | {"status": report.status}, indent=2) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fastddp.tools.doctor import software
-from fastddp.tools.doctor.kernel_checks import KernelCheck, check_kernels
+from fastddp.tools.doctor.findings import KernelCheck
 from fastddp.tools.doctor.software import Software
 
 
@@ -18,29 +17,18 @@ from fastddp.tools.doctor.software import Software
 class Examination:
     """The facts of one process."""
 
-    host: str
     software: Software
     device: str  # the one that this process would train on
-    gpu_uuid: str | None  # of that device
+    gpu: str | None  # machine and UUID of that device
     kernels: tuple[KernelCheck, ...]
-    load: float  # of the machine in the minute before, as uptime says it
-    cores: int  # that this process may use
-
-    @property
-    def gpu(self) -> tuple[str, str] | None:
-        """Machine and UUID of the GPU that this process would train on."""
-        return None if self.gpu_uuid is None else (self.host, self.gpu_uuid)
 
 
 def examine(local_rank: int | None, tell: Callable[[str], None]) -> Examination:
-    """Look at everything.
+    """Look at everything; ``tell`` is called with what is about to be done, in words.
 
-    Args:
-        local_rank: this process's number on its machine. Each process looks at one GPU, the first also at the CPU's
-            kernels. None: one process looks at everything.
-        tell: called with what is about to be done, in words.
+    Each process of a machine looks at one GPU, the first (``local_rank`` 0) also at the CPU's kernels. None: one
+    process looks at everything.
     """
-    load = os.getloadavg()[0]  # before this process and its kernels' compilers count
     tell("initialising CUDA and loading fastddp")
     installed = software.look()
     count = len(installed.gpus)
@@ -52,13 +40,8 @@ def examine(local_rank: int | None, tell: Callable[[str], None]) -> Examination:
     checks: list[KernelCheck] = []
     for device in devices if installed.misfit is None else []:
         tell(f"compiling and checking kernels on {device}")
+        from fastddp.tools.doctor.kernel_checks import check_kernels
+
         checks += check_kernels(device)
-    return Examination(
-        socket.gethostname(),
-        installed,
-        str(own),
-        str(torch.cuda.get_device_properties(own).uuid) if count else None,
-        tuple(checks),
-        load,
-        len(os.sched_getaffinity(0)),
-    )
+    gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(own).uuid}" if count else None
+    return Examination(installed, str(own), gpu, tuple(checks))

@@ -6,7 +6,7 @@ import datetime
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,14 @@ class Exchange:
     seconds: float  # the slowest rank's median
     bus_gb_per_s: float  # 10⁹ bytes a second; an allreduce moves 2 (n - 1) / n of its bytes over the bus
 
+    def line(self) -> str:
+        """What to show."""
+        return (
+            f"Allreduce of {self.mib} MiB over {self.backend}, {self.ranks} ranks, "
+            f"interface {self.interface or f'chosen by {self.backend}'}: {1e3 * self.seconds:.3g} ms, "
+            f"{self.bus_gb_per_s:.3g} GB/s of bus bandwidth (the slowest rank's median)."
+        )
+
 
 def measure(
     backend: str,
@@ -50,29 +58,23 @@ def measure(
 ) -> Timing:
     """Join a process group of all ranks and time its allreduce. Before each timed one, ranks meet in a small one.
 
-    Args:
-        backend: of the process group.
-        store: through which ranks meet.
-        rank: of this process.
-        size: ranks in all.
-        device: on which the backend works.
-        seconds: after this time a waiting collective raises.
-        tell: called before each step with a growing number and words, the same on all ranks.
+    After ``seconds``, a waiting collective raises. ``tell``: called before each step with a growing number above 0 and
+    words, the same on all ranks.
     """
-    tell(0, f"joining the process group ({backend})")
+    tell(1, f"joining the process group ({backend})")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds)
     )
-    tell(1, "the first allreduce")
+    tell(2, "the first allreduce")
     buffer = torch.full((MIB * 2**18,), rank + 1.0, device=device)
     dist.all_reduce(buffer)
     is_right = bool((buffer == size * (size + 1) / 2).all())
     buffer.zero_()  # sums of sums would overflow
     samples = []
     for number in range(2, 2 + TIMES):
-        tell(number, f"allreduce {number}")
+        tell(number + 1, f"allreduce {number}")
         dist.all_reduce(torch.zeros(1, device=device))
         _wait_for(device)
         begin = time.perf_counter()
@@ -94,36 +96,24 @@ def put_together(backend: str, by_rank: Mapping[int, Timing]) -> Exchange:
     return Exchange(backend, size, interface, MIB, seconds, 2 * (size - 1) / size * MIB * 2**20 / seconds / 1e9)
 
 
-def choose_backend(gpu_of_rank: Mapping[int, tuple[str, str] | None], has_nccl: bool) -> str:
-    """NCCL if each rank has its own GPU, else gloo.
-
-    Args:
-        gpu_of_rank: for each rank the machine and the UUID of the GPU that it would use; None: it has none.
-        has_nccl: whether torch has it, on all ranks.
-    """
-    gpus = list(gpu_of_rank.values())
+def choose_backend(gpus: Sequence[str | None], has_nccl: bool) -> str:
+    """NCCL if all ranks have it, and a GPU each (None: it has none); else gloo."""
     return "nccl" if has_nccl and None not in gpus and len(set(gpus)) == len(gpus) else "gloo"
 
 
-def findings(
-    backend: str, gpu_of_rank: Mapping[int, tuple[str, str] | None], by_rank: Mapping[int, Timing]
-) -> list[Finding]:
-    """Wrong sums, and why NCCL was not used though ranks have GPUs; arguments as for :func:`choose_backend`."""
+def findings(backend: str, gpu_of_rank: Mapping[int, str | None], by_rank: Mapping[int, Timing]) -> list[Finding]:
+    """Wrong sums, and why NCCL was not used though ranks have GPUs."""
     found = []
     wrong_on = [rank for rank, timing in by_rank.items() if not timing.is_right]
     if wrong_on:
         check = f"Do not train: check the network and its drivers, and {backend}."
         found.append(wrong("allreduce", f"Sums are wrong on {ranks(wrong_on)}.", check))
-    sharing: dict[tuple[str, str], list[int]] = {}
-    for rank, gpu in gpu_of_rank.items():
-        if gpu is not None:
-            sharing.setdefault(gpu, []).append(rank)
+    gpus = [gpu for gpu in gpu_of_rank.values() if gpu is not None]
+    sharing = [rank for rank, gpu in gpu_of_rank.items() if gpu is not None and gpus.count(gpu) > 1]
     if backend == "gloo" and sharing:
-        shared = [ranks(numbers) for numbers in sharing.values() if len(numbers) > 1]
-        if shared:
-            what = f"More ranks than GPUs: {' and '.join(shared)} share one, and NCCL takes one rank a GPU."
-            found.append(wrong("gloo", what, "Start one rank for each GPU: torchrun --nproc-per-node=gpu."))
-        else:
-            what = "There are GPUs, and ranks exchanged over gloo, through the host's memory: the time is not NCCL's."
-            found.append(remark("gloo", what, "Let torch see GPUs on all ranks, with a torch that has NCCL."))
+        what = f"More ranks than GPUs: {ranks(sharing)} share some, and NCCL takes one rank a GPU."
+        found.append(wrong("gloo", what, "Start one rank for each GPU: torchrun --nproc-per-node=gpu."))
+    elif backend == "gloo" and gpus:
+        what = "There are GPUs, and ranks exchanged over gloo, through the host's memory: the time is not NCCL's."
+        found.append(remark("gloo", what, "Let torch see GPUs on all ranks, with a torch that has NCCL."))
     return found

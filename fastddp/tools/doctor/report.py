@@ -1,19 +1,23 @@
-"""Makes the doctor's report from what processes found out."""
+"""The doctor's report: made from what processes found out, and its page."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from fastddp.tools.doctor import exchange, kernel_checks, software
+from fastddp.tools.doctor import exchange, software
 from fastddp.tools.doctor.examination import Examination
 from fastddp.tools.doctor.exchange import Exchange, Timing
-from fastddp.tools.doctor.findings import Finding, remark
-from fastddp.tools.doctor.kernel_checks import KernelCheck
+from fastddp.tools.doctor.findings import Finding, KernelCheck
 from fastddp.tools.doctor.software import Software
+
+_ELSEWHERE = (
+    "GPUs' clocks, memory errors and links: nvidia-smi -q, nvidia-smi topo -m. More about the network: nccl-tests."
+)
 
 
 @dataclass(frozen=True)
@@ -44,50 +48,60 @@ def write(
     ranks: int | None,
     by_rank: Mapping[int, Examination],
     found_by_ranks: Sequence[Finding] = (),
-    backend: str | None = None,
+    backend: str = "",
     timings: Mapping[int, Timing] | None = None,
 ) -> Report:
-    """Judge what was found out.
+    """Judge what each rank that answered found out; ``ranks``: how many there are.
 
-    Args:
-        ranks: how many there are; None: no launcher started this process.
-        by_rank: what each rank that answered found out.
-        found_by_ranks: what was noticed while they answered.
-        backend: over which they exchanged, if they did.
-        timings: of all ranks' allreduces, if none failed.
+    ``backend``: over which they exchanged, if they did. ``timings``: of all ranks' allreduces, if none failed.
     """
-    if not by_rank:
-        return Report(ranks, None, (), None, tuple(found_by_ranks))
-    by_rank = dict(sorted(by_rank.items()))
-    first = by_rank[min(by_rank)]
-    found = [*found_by_ranks, *software.findings(first.software), *software.environment_findings(os.environ)]
-    for rank, facts in by_rank.items():
-        found += kernel_checks.findings(facts.kernels, "" if ranks is None else f"rank {rank}, ")
-    found += _about_load(by_rank)
-    exchanged = None
-    if backend is not None:
+    found = list(found_by_ranks)
+    kernels = []
+    first = by_rank[min(by_rank)].software if by_rank else None
+    if first is not None:
+        found += software.findings(first)
+    for rank, facts in sorted(by_rank.items()):
+        kernels += [KernelReport(None if ranks is None else rank, check) for check in facts.kernels]
+        for check in facts.kernels:
+            found += check.findings("" if ranks is None else f"rank {rank}, ")
+    if backend:
         found += exchange.findings(backend, {rank: facts.gpu for rank, facts in by_rank.items()}, timings or {})
-        exchanged = exchange.put_together(backend, timings) if timings else None
-    checks = [(rank, check) for rank, facts in by_rank.items() for check in facts.kernels]
-    return Report(
-        ranks,
-        first.software,
-        tuple(KernelReport(None if ranks is None else rank, check) for rank, check in checks),
-        exchanged,
-        tuple(sorted(found, key=lambda finding: finding.level != "wrong")),
-    )
+    exchanged = exchange.put_together(backend, timings) if timings else None
+    found.sort(key=lambda finding: finding.level != "wrong")
+    return Report(ranks, first, tuple(kernels), exchanged, tuple(found))
 
 
-def _about_load(by_rank: Mapping[int, Examination]) -> list[Finding]:
-    loads = {facts.host: (facts.load, facts.cores) for facts in reversed(list(by_rank.values()))}
-    busy = [f"{host}: load {load:.1f} on {cores} cores" for host, (load, cores) in loads.items() if load > cores]
-    if not busy:
-        return []
-    what = f"Machines were busy before this began ({'; '.join(busy)})."
-    return [remark("times", what, "What is measured here says little. Run this again while nothing else computes.")]
+def page(report: Report) -> RenderableType:
+    """The page."""
+    parts: list[RenderableType] = []
+    if report.software is not None:
+        parts += [Text("Software", style="bold"), _table((), report.software.lines().items())]
+    if report.kernels:
+        title = Text("\nKernels, run once against plain torch", style="bold")
+        parts += [title, _table(("on", "what", "made of", "result"), map(_row, report.kernels))]
+    if report.exchange is not None:
+        parts.append(Text(f"\n{report.exchange.line()}"))
+    parts.append(Text(f"\n{_ELSEWHERE}\n"))
+    for finding in report.findings:
+        label, style = ("WRONG", "bold red") if finding.level == "wrong" else ("remark", "bold")
+        text = f"  {finding.about}: {finding.what} {finding.remedy}".rstrip()
+        parts.append(Text.assemble((label, style), text))
+    count = sum(finding.level == "wrong" for finding in report.findings)
+    remarks = len(report.findings) - count
+    is_are = "1 thing is wrong" if count == 1 else f"{count} things are wrong" if count else "Nothing is wrong"
+    return Group(*parts, Text(f"{is_are}, {remarks or 'no'} remark{'' if remarks == 1 else 's'}.", style="bold"))
 
 
-def choose_backend(by_rank: Mapping[int, Examination]) -> str:
-    """The backend of the measured exchange."""
-    has_nccl = dist.is_nccl_available() and all(facts.software.nccl for facts in by_rank.values())
-    return exchange.choose_backend({rank: facts.gpu for rank, facts in by_rank.items()}, has_nccl)
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(*columns, show_header=bool(columns))
+    for row in rows:
+        table.add_row(*row)
+    table.columns[0].no_wrap = True
+    return table
+
+
+def _row(report: KernelReport) -> tuple[str, ...]:
+    check = report.check
+    result = "did not run" if check.error is not None else "WRONG" if check.wrong else "right"
+    where = check.device if report.rank is None else f"rank {report.rank}, {check.device}"
+    return where, check.kernels, check.made_of, result

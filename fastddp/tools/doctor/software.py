@@ -1,4 +1,4 @@
-"""Versions, GPUs and settings, and whether they fit each other."""
+"""Versions and GPUs, and whether they fit each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -17,14 +16,7 @@ from fastddp import _build_check
 from fastddp.listing import ranks
 from fastddp.tools.doctor.findings import Finding, remark, wrong
 
-_OLDEST_TORCH = (2, 11)
 _MAY_DIFFER = ("Python", "driver")  # between ranks, without harm
-_SLOW_SETTINGS = {
-    "CUDA_LAUNCH_BLOCKING": "makes the host wait for each kernel: nothing overlaps backward",
-    "NCCL_P2P_DISABLE": "keeps NCCL from NVLink and from PCIe between GPUs",
-    "NCCL_SHM_DISABLE": "keeps NCCL from memory that processes share",
-    "NCCL_IB_DISABLE": "keeps NCCL from InfiniBand and RoCE",
-}
 
 
 @dataclass(frozen=True)
@@ -39,12 +31,9 @@ class Software:
     triton_problem: str | None  # why it does not import, or cannot be used
     fastddp: str | None
     built_for: str | None  # the torch that fastddp._C was built for
-    nvtx: bool | None  # whether names for NVTX were compiled in
     misfit: str | None  # why fastddp._C is of no use
-    misfit_remedy: str
     driver: str  # empty: none, or it does not answer
     gpus: tuple[str, ...] = ()  # that torch sees, by name
-    capabilities: tuple[int, ...] = ()  # of these, without the dot
     gpu_problem: str = ""  # why torch sees none though there is a driver
 
     def lines(self) -> dict[str, str]:
@@ -52,7 +41,6 @@ class Software:
         extension = "not built" if self.built_for is None else f"built for torch {self.built_for}"
         if self.misfit is not None and self.built_for is not None:
             extension += ", of no use here"
-        nvtx = {True: "names compiled in", False: "no names compiled in", None: "not known"}[self.nvtx]
         return {
             "Python": self.python,
             "torch": f"{self.torch}, {f'CUDA {self.cuda}' if self.cuda else 'without CUDA'}",
@@ -60,7 +48,6 @@ class Software:
             "Triton": self.triton or "not installed",
             "fastddp": self.fastddp or "not installed",
             "fastddp._C": extension,
-            "NVTX": nvtx,
             "driver": self.driver or "no NVIDIA driver",
             "GPUs": ", ".join(f"{self.gpus.count(name)} x {name}" for name in dict.fromkeys(self.gpus)) or "none",
         }
@@ -69,8 +56,6 @@ class Software:
 def look() -> Software:
     """Ask what is installed here."""
     triton, triton_problem = _triton()
-    misfit, remedy = _misfit()
-    built_for, nvtx = _build()
     gpus, problem = _gpus()
     return Software(
         python=platform.python_version(),
@@ -80,13 +65,10 @@ def look() -> Software:
         triton=triton,
         triton_problem=triton_problem,
         fastddp=_version_of("fastddp"),
-        built_for=built_for,
-        nvtx=nvtx,
-        misfit=misfit,
-        misfit_remedy=remedy,
+        built_for=_built_for(),
+        misfit=_misfit(),
         driver=_driver(),
-        gpus=tuple(gpu.name for gpu in gpus),
-        capabilities=tuple(10 * gpu.major + gpu.minor for gpu in gpus),
+        gpus=gpus,
         gpu_problem=problem,
     )
 
@@ -101,15 +83,15 @@ def _driver() -> str:
         return ""
 
 
-def _gpus() -> tuple[list[Any], str]:
-    """Properties of the GPUs that torch sees, or why there are none; initialises CUDA."""
+def _gpus() -> tuple[tuple[str, ...], str]:
+    """Names of the GPUs that torch sees, or why there are none; initialises CUDA."""
     if not torch.backends.cuda.is_built():
-        return [], "this torch was built without CUDA"
+        return (), "this torch was built without CUDA"
     try:
         torch.cuda.init()
     except Exception as error:  # of many types, and their texts say what to do
-        return [], str(error).strip().splitlines()[0]
-    return [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())], ""
+        return (), str(error).strip().splitlines()[0]
+    return tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))), ""
 
 
 def versions() -> str:
@@ -117,7 +99,7 @@ def versions() -> str:
 
     The version is the installed distribution's: the package cannot be asked if its extension does not fit.
     """
-    built_for, _ = _build()
+    built_for = _built_for()
     extension = "not built" if built_for is None else f"built for torch {built_for}"
     return f"fastddp {_version_of('fastddp') or 'not installed'}, fastddp._C {extension}"
 
@@ -144,101 +126,55 @@ def _triton() -> tuple[str | None, str | None]:
     return triton.__version__, None
 
 
-def _misfit() -> tuple[str | None, str]:
-    """Why ``fastddp._C`` is of no use, and what to do."""
+def _misfit() -> str | None:
+    """Why ``fastddp._C`` is of no use."""
     misfit = _build_check.misfit()
     if misfit is None:
         try:
             importlib.import_module("fastddp._C")
         except ImportError as error:
             misfit = f"fastddp._C does not import: {str(error).rstrip('.')}."
-    return misfit, _build_check.REBUILD
+    return misfit
 
 
-def _build() -> tuple[str | None, bool | None]:
-    """What setup.py has recorded: torch's version, and whether it found NVTX's headers."""
+def _built_for() -> str | None:
+    """The torch that setup.py has recorded; None: nothing is built."""
     if importlib.util.find_spec("fastddp._C") is None or importlib.util.find_spec("fastddp._build_info") is None:
-        return None, None
-    record = importlib.import_module("fastddp._build_info")
-    headers = getattr(record, "nvtx_headers", None)
-    return record.torch_version, None if headers is None else bool(headers)
+        return None
+    return str(importlib.import_module("fastddp._build_info").torch_version)
 
 
 def findings(software: Software) -> list[Finding]:
     """Findings on what does not fit."""
     found = []
-    capabilities = software.capabilities
-    if software.driver and not capabilities:
-        what = (
-            f"There is an NVIDIA driver, and torch uses no GPU: {software.gpu_problem.rstrip('.') or 'it sees none'}."
-        )
+    if software.driver and not software.gpus:
+        why = software.gpu_problem.rstrip(".") or "it sees none"
         look = "See nvidia-smi, CUDA_VISIBLE_DEVICES, and whether a container was started with GPUs."
         make = remark if "CUDA_VISIBLE_DEVICES" in os.environ else wrong
-        found.append(make("torch", what, look))
+        found.append(make("torch", f"There is an NVIDIA driver, and torch uses no GPU: {why}.", look))
     if len(set(software.gpus)) > 1:
         what = f"They are of different kinds ({', '.join(software.gpus)}): each step waits for the slowest."
         found.append(wrong("GPUs", what, "Choose GPUs of one kind with CUDA_VISIBLE_DEVICES."))
-    least_capability = _least_capability(software)
-    if tuple(int(part) for part in software.torch.split(".")[:2]) < _OLDEST_TORCH:
-        found.append(
-            wrong("torch", f"torch {software.torch} is older than fastddp takes.", "Install torch 2.11 or newer.")
-        )
     if software.misfit is not None:
-        found.append(wrong("fastddp._C", software.misfit, software.misfit_remedy))
-    if software.triton_problem is not None:
+        found.append(wrong("fastddp._C", software.misfit, _build_check.REBUILD))
+    if software.triton_problem is not None and software.gpus:
         install = "pip install triton, in the version that this torch names (pip show torch)."
-        if any(capability >= least_capability for capability in capabilities):
-            found.append(wrong("Triton", f"{software.triton_problem} GPUs need it.", install))
-        else:
-            found.append(remark("Triton", f"{software.triton_problem} Only GPUs need it."))
-    old = [capability for capability in capabilities if capability < least_capability]
-    if old:
-        less = f"compute capability {min(old) / 10:.1f}, not {least_capability / 10:.1f}"
-        what = f"{len(old)} GPU(s) are older than fastddp's kernels ({less})."
-        found.append(remark("GPUs", what, "Gradients are packed by torch's operators there: right, and slower."))
-    if software.nvtx is False:
-        headers = "If you want them, install CUDA's headers (pip install nvidia-nvtx) and build fastddp again."
-        found.append(remark("NVTX", "Nsight Systems will show no names of fastddp's; torch.profiler does.", headers))
+        found.append(wrong("Triton", f"{software.triton_problem} GPUs need it.", install))
+    elif software.triton_problem is not None:
+        found.append(remark("Triton", f"{software.triton_problem} Only GPUs need it."))
     return found
-
-
-def environment_findings(environment: Mapping[str, str]) -> list[Finding]:
-    """Findings on settings in the environment that silently slow a job down."""
-    found = []
-    for name, what in _SLOW_SETTINGS.items():
-        if environment.get(name, "") not in ("", "0"):
-            make = wrong if name == "CUDA_LAUNCH_BLOCKING" else remark
-            found.append(make("environment", f"{name} {what}.", "Unset it, if nobody remembers why it is there."))
-    if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        what = "TORCH_DISTRIBUTED_DEBUG=DETAIL lets ranks compare each collective before it runs."
-        found.append(remark("environment", what, "Unset it when you look for no hang."))
-    return found
-
-
-def _least_capability(software: Software) -> int:
-    """The least one for which fastddp launches its own kernels; 0 if unknown."""
-    if software.misfit is not None:
-        return 0
-    from fastddp.exchange.launching import LEAST_CAPABILITY
-
-    return LEAST_CAPABILITY
 
 
 def differences(by_rank: Mapping[int, Mapping[str, str]]) -> list[Finding]:
-    """Findings on ranks that differ from the most frequent value; among equally frequent ones, the lowest rank's.
-
-    Args:
-        by_rank: what :meth:`Software.lines` showed on each rank.
-    """
+    """Findings on ranks whose :meth:`Software.lines` differ; the most frequent value comes last."""
     found = []
-    for name in dict.fromkeys(name for lines in by_rank.values() for name in lines):
+    for name in next(iter(by_rank.values()), {}):
         ranks_by_value: dict[str, list[int]] = {}
         for rank in sorted(by_rank):
-            ranks_by_value.setdefault(by_rank[rank].get(name, "not told"), []).append(rank)
-        if len(ranks_by_value) == 1:
-            continue
+            ranks_by_value.setdefault(by_rank[rank][name], []).append(rank)
         usual, *others = sorted(ranks_by_value.items(), key=lambda item: -len(item[1]))
-        make = remark if name in _MAY_DIFFER else wrong
-        what = "; ".join(f"{value} on {ranks(numbers)}" for value, numbers in others)
-        found.append(make(name, f"Ranks differ: {what}; {usual[0]} on {ranks(usual[1])}.", "Make all machines alike."))
+        if others:
+            make = remark if name in _MAY_DIFFER else wrong
+            what = "; ".join(f"{value} on {ranks(numbers)}" for value, numbers in [*others, usual])
+            found.append(make(name, f"Ranks differ: {what}.", "Make all machines alike."))
     return found
