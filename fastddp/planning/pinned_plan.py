@@ -27,6 +27,7 @@ class PinnedPlan:
     rows: Sequence[str] = ()
     """Texts that must be equal on all ranks: where each parameter is, or what is wrong."""
     problem: Exception | None = None
+    """To be raised behind the comparison."""
 
     @staticmethod
     def of(
@@ -51,11 +52,6 @@ class PinnedPlan:
             return PinnedPlan(fit(plan, names, parameters, without), _caps(plan), _rows(plan))
         except Exception as problem:  # of any kind: raised here, it would leave the other ranks waiting
             return PinnedPlan(rows=[f"a plan that cannot be used: {problem}"[:_MOST_WORDS]], problem=problem)
-
-    def check(self) -> None:
-        """Raise the ``problem``, if there is one."""
-        if self.problem is not None:
-            raise self.problem
 
 
 def fit(plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], without: Collection[int] = ()) -> Buckets:
