@@ -19,8 +19,8 @@ from fastddp.bucket_plan import Buckets
 
 _MOST_STEPS = 150_000  # of the search, which take less than a second
 _TAIL = 16
-_READINESS = attrgetter("ready")
 _LONG = 16  # times the latency: a collective that moves bytes for that long gains nothing by carrying more
+_READINESS = attrgetter("ready")
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,6 @@ def _merged(items: list[_Item], largest: float) -> list[_Item]:
     The last items stay alone if possible, since nothing hides what travels then.
     """
     total = sum(item.bytes for item in items)
-    merged = items
     for tail in (_TAIL, 0):
         size, head = 1, len(items) - tail
         merged = items
