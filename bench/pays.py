@@ -1,8 +1,8 @@
 """Where compressed gradients pay, and where they do not, held against bf16: `python -m bench.pays --help`.
 
 A cell is a model, a batch, a number of ranks and a network. In it fastddp takes steps with each wire (plain, bf16,
-int8, fp8, PowerSGD with 1 and 4 vectors), and with the same in two levels where machines have
-several ranks each; torch's DDP and no DDP at all are there to compare with. Rounds, contestants and checks are those of
+int8, fp8, PowerSGD with 1 and 4 vectors), and with the same in two levels where machines have several ranks each;
+torch's DDP and no DDP at all are there to compare with. Rounds, contestants and checks are those of
 `bench.step`, networks those of `bench.step --rate`: two network namespaces joined by a cable of that rate, which takes
 root. `--rate loopback` has none.
 
@@ -38,9 +38,7 @@ from bench.pays_report import AGAIN, BASELINE, IN_TWO_LEVELS
 from bench.tasks import TASKS
 
 MODULE = "bench.pays"
-WIRES = {"none": "plain", BASELINE: BASELINE, "int8": "int8", "fp8": "fp8"} | {
-    name: name for name in ("powersgd1", "powersgd4")
-}
+WIRES = {"none": "plain"} | {name: name for name in (BASELINE, "int8", "fp8", "powersgd1", "powersgd4")}
 NODES = "fastddp-nodes"  # in two levels
 _TWICE = "fastddp-bf16-again"
 _WINDOW = 10  # steps that a loss is the mean of
@@ -171,10 +169,9 @@ def needs_minutes(model: str, batch: int, ranks: int, rate: str, rounds: int) ->
     own = 0.22 if model == "gpt" else 1.1e-9 * _elements(model)  # a step without DDP, of two ranks
     compute = wires * batch * own * max(1, ranks / 2)
     plain = 32 * _elements(model) / network.bits_per_second(rate) * 2 * (ranks - 1) / ranks
-    # Of plain, torch, bf16 twice, int8, fp8, PowerSGD and auto; in two levels of bf16 once, and without torch.
-    wire = plain * (3.9 + (2.4 if len(levels(ranks)) > 1 else 0))
-    of_auto = 11 * plain * len(levels(ranks))  # eight plain steps, and others
-    return (20 + (compute + wire) * (rounds + 2) + of_auto) / 60  # 2: gradients are checked
+    # Of plain, torch, bf16 twice, int8, fp8 and PowerSGD; in two levels of bf16 once, and without torch.
+    wire = plain * (3.5 + (2.0 if len(levels(ranks)) > 1 else 0))
+    return (20 + (compute + wire) * (rounds + 2)) / 60  # 2: gradients are checked
 
 
 @functools.cache

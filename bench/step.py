@@ -101,7 +101,7 @@ def parse_arguments() -> argparse.Namespace:
         "--warmup",
         type=int,
         default=4,
-        help="rounds before (default: %(default)s; torch rebuilds its buckets, PowerSGD starts; auto takes 16 in all)",
+        help="rounds before (default: %(default)s; torch rebuilds its buckets, PowerSGD starts; fastddp-auto takes 7)",
     )
     add("--bucket-cap-mb", type=float, help="for all DDPs (default: each one's own)")
     add("--compiled", action="store_true", help="every module under torch.compile, each with code of its own")

@@ -298,7 +298,8 @@ class DistributedDataParallel(Additions):
             )
             is_agreed = True
         taken = take_number(self.process_group, number, is_agreed)
-        recipe.pinned_plan.check()
+        if recipe.pinned_plan.problem is not None:
+            raise recipe.pinned_plan.problem
         check_dense(tensors)
         broadcast_replicas([tensor.detach() for _, tensor in tensors], self.process_group)
         return taken

@@ -292,7 +292,7 @@ class Engine:
         assert isinstance(now.exchange, AllReduce)  # register_comm_hook refuses others
         found = self.planner.find(self.reducer, now.setting, now.exchange, now.device)
         if found is not None:
-            self.use_plan(found.plan, found.several_lanes, lanes_were_measured=True)
+            self.use_plan(*found, lanes_were_measured=True)
         self.planner.begin(self.reducer)
 
     def use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:

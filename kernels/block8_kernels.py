@@ -22,9 +22,9 @@ Launch signatures::
     grid  = (rows of runs, 1, 1); add: (programs of ELEMENTS elements, 1, 1)
     block = (32 * num_warps, 1, 1)
 
-A launch appends Triton's two scratch pointers, both null here. ``before``, the errors so far, and
-``error`` may be the same, and are null without error feedback. Stochastic rounding draws from ``key``; kernels that round
-to nearest do not read it.
+A launch appends Triton's two scratch pointers, both null here. ``before``, the errors so far, and ``error`` may be the
+same, and are null without error feedback. Stochastic rounding draws from ``key``; kernels that round to nearest do not
+read it.
 
 A wire is a row of groups of 4 (B + 4) bytes: four scales, then four blocks of B bytes. So block b has its scale at byte
 b // 4 * 4 (B + 4) + b % 4 * 4, and its bytes at b // 4 * 4 (B + 4) + 16 + b % 4 * B. Its errors begin at element b * B.

@@ -82,12 +82,12 @@ def encode(
     """
     scales, bytes_ = _parts(form, wire)
     errors = None if error is None else error.view(-1, form.block)
-    earlier = errors if before is None else before.view(-1, form.block)
+    earlier = error if before is None else before
     for gradient, first in gradients:
         own = slice(first, first + form.blocks_of(gradient.numel()))
         y = _in_blocks(form, gradient) * _fp32(scale)
-        if errors is not None:
-            y = y + earlier[own]
+        if earlier is not None:
+            y = y + earlier.view(-1, form.block)[own]
         of_blocks, numbers, values = _quantised(form, y, key, first * form.block)
         _write(scales, bytes_, own, of_blocks, numbers)
         if errors is not None:

@@ -1,9 +1,9 @@
-"""How a bit flips: in memory, or in what a process group sends and gets."""
+"""How a bit flips: in memory, or in what a process group gets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,13 @@ def flip_bit(tensor: Tensor, bit: int, element: int) -> None:
 
 @dataclass(frozen=True)
 class Damage:
-    """To one element of the wire of a bucket."""
+    """To one element of the sum of a bucket, as it comes back to a rank."""
 
-    way: Literal["to", "back"]  # to the sum, or back from it
     bucket: int
     element: int
     bit: int
     rank: int
-    """Which sends or gets it. A rank sends itself nothing: where it adds this element up, the next one is taken."""
+    """Which gets it. A rank sends itself nothing: where it adds this element up, the next one is taken."""
     dtype: torch.dtype
     """Of the wire."""
 
@@ -52,7 +51,7 @@ class _Message(dist.Work):
 
 
 class Flipping(dist.ProcessGroup):
-    """A process group that damages what travels.
+    """A process group that damages sums on their way back.
 
     It knows both ways in which fastddp adds up over gloo on the CPU: an allreduce a bucket; and messages in pairs, by
     which shards of a wire, as many as ranks, go to their owners and sums come back. Of these the tag tells bucket and
@@ -62,7 +61,7 @@ class Flipping(dist.ProcessGroup):
     _FIRST_TAG = 0x46440000
     _MOST_PIECES = 256
     _MOST_ROUNDS = 4
-    _ROUNDS = ("to", "back")  # those of one level
+    _BACK = 1  # the second round of one level
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
@@ -71,7 +70,7 @@ class Flipping(dist.ProcessGroup):
         self._group = group
         self._damage: Damage | None = None
         self._calls = 0
-        self._kept: list[Tensor | dist.Work] = []  # for as long as others use it
+        self._kept: list[dist.Work] = []  # for as long as others use it
         self.has_flipped = False
 
     def begin_step(self, damage: Damage | None) -> None:
@@ -87,28 +86,20 @@ class Flipping(dist.ProcessGroup):
         if damage is not None and wire.dtype != damage.dtype:
             return self._group.allreduce(*arguments)
         bucket, self._calls = self._calls, self._calls + 1
-        is_meant = damage is not None and (damage.bucket, damage.rank) == (bucket, self.rank())
-        if damage is not None and is_meant and damage.way == "to":
-            self._flip(wire, damage.element)
         work = self._group.allreduce(*arguments)
-        if damage is not None and is_meant and damage.way == "back":
+        if damage is not None and (damage.bucket, damage.rank) == (bucket, self.rank()):
             work.wait()
             self._flip(wire, damage.element)
         return work
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         """A shard of this rank's wire to its owner; or a sum."""
-        element = self._element("to", peer, tag, tensors[0])
-        if element is not None:
-            tensors = [tensors[0].clone()]  # this rank's own wire is well
-            self._kept += tensors
-            self._flip(tensors[0].view(torch.int16), element)
         return self._keep(_Message(self._group.send(tensors, peer, tag)))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         """Another rank's share of a sum; or a sum from its owner."""
         message = self._keep(_Message(self._group.recv(tensors, peer, tag)))
-        element = self._element("back", peer, tag, tensors[0])
+        element = self._element(peer, tag, tensors[0])
         if element is not None:
             message.wait()
             self._flip(tensors[0].view(torch.int16), element)
@@ -118,11 +109,11 @@ class Flipping(dist.ProcessGroup):
         self._kept.append(message)
         return message
 
-    def _element(self, way: str, owner: int, tag: int, shard: Tensor) -> int | None:
-        """Of a message with this tag, to or from the shard's owner, in bytes: what is to be damaged, if anything is."""
+    def _element(self, owner: int, tag: int, shard: Tensor) -> int | None:
+        """Of a message with this tag, from the shard's owner, in bytes: what is to be damaged, if anything is."""
         damage = self._damage
         piece, number = divmod(tag - self._FIRST_TAG, self._MOST_ROUNDS)
-        if damage is None or damage.way != way or self._ROUNDS[number] != way:
+        if damage is None or number != self._BACK:
             return None
         elements = shard.numel() // 2
         rank = damage.rank if damage.rank != owner else (owner + 1) % self.size()

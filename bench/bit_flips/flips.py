@@ -48,10 +48,9 @@ class Target:
     why_not: str = ""
     """What is true of those that are not found. Empty: each has to be found, unless it has no effect, or heals."""
     makes_ranks_differ: bool = False  # whether what it changes is on one rank alone
-    travels: bool = False  # whether it flips on the wire
 
 
-_IN_MEMORY, _TRAVELLING = (FP32, BF16), (FP32, BF16_WIRE, FP16_WIRE)
+_IN_MEMORY, _TRAVELLING = (FP32, BF16), (FP32, BF16_WIRE, FP16_WIRE)  # the wire has what flips, in both
 
 LOCAL_GRADIENT = Target(
     "gradient, before the sum",
@@ -60,20 +59,11 @@ LOCAL_GRADIENT = Target(
     draws=3,
     why_not="an honest input to the sum: all ranks take the same step",
 )
-TO_SUM = Target(
-    "wire, to a sum",
-    "of what one rank sends, in one step",
-    _TRAVELLING,
-    draws=1,
-    why_not="all ranks get the same sum, a little wrong",
-    travels=True,
-)
 BACK = Target(
     "wire, back to a rank",
     "of the sum, as it comes to one rank",
     _TRAVELLING,
     draws=2,
-    travels=True,
     makes_ranks_differ=True,
 )
 AVERAGED_GRADIENT = Target(
@@ -95,7 +85,6 @@ STATE_NOT_AUDITED = Target(
 )
 TARGETS = (
     LOCAL_GRADIENT,
-    TO_SUM,
     BACK,
     AVERAGED_GRADIENT,
     PARAMETER,
@@ -113,7 +102,7 @@ class Flip:
     kind: str
     bit: int
     ranks: int
-    rank: int  # whose number flips: that sends it, that gets it, or in whose memory it is
+    rank: int  # whose number flips: that gets it, or in whose memory it is
     parameter: int  # its number among the model's
     place: float  # where in the parameter, from 0 to below 1
     step: int  # from 0
@@ -138,8 +127,7 @@ def all_flips(targets: Sequence[Target], ranks: Sequence[int], parameters: int, 
         for precision in target.precisions:
             # Of its own for each, so that a selection has the same flips.
             chance = random.Random(f"{seed} {target.name} {precision.name}")
-            dtype = precision.wire if target.travels else precision.parameters
-            each = [(kind, bit) for kind, bits in zip(KINDS, BITS[dtype], strict=True) for bit in bits]
+            each = [(kind, bit) for kind, bits in zip(KINDS, BITS[precision.wire], strict=True) for bit in bits]
             for kind, bit in itertools.chain.from_iterable([pair] * target.draws for pair in each):
                 count = ranks[0] if chance.random() < 0.5 else chance.choice(ranks)
                 yield Flip(

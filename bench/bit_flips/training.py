@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -127,7 +128,7 @@ class Training:
             self._flip_in(self._state())
         inputs, wanted = self._batch()
         outputs = self._model(inputs)
-        self._wire.begin_step(self._damage() if target.travels and self._happens else None)
+        self._wire.begin_step(self._damage() if self._happens and target == flips.BACK else None)
         (outputs - wanted).square().mean().backward()
         if self._wire.has_flipped and not self._flipped_at:
             self._flipped_at.append(self._step)
@@ -165,12 +166,14 @@ class Training:
     def _damage(self) -> Damage | None:
         """To the wire of the step that begins."""
         flip, setting = self._flip, self._model.engine.now.setting
-        bucket = next(number for number, members in enumerate(setting.plan) if flip.parameter in members)
-        begin, elements = self._model.reducer.wire_layouts()[bucket].members[setting.plan[bucket].index(flip.parameter)]
         if self._step != flip.step:
             return None
-        way: Literal["to", "back"] = "back" if flip.target == flips.BACK else "to"
-        return Damage(way, bucket, begin + flip.element(elements), flip.bit, flip.rank, flip.precision.wire)
+        bucket = next(number for number, members in enumerate(setting.plan) if flip.parameter in members)
+        before = itertools.takewhile(lambda member: member != flip.parameter, setting.plan[bucket])
+        apart = 16 // flip.precision.wire.itemsize  # Note [Aligned members], csrc/bucket/layout.h
+        begin = sum(-(-setting.parameters[member].numel() // apart) * apart for member in before)
+        element = begin + flip.element(self._parameter.numel())
+        return Damage(bucket, element, flip.bit, flip.rank, flip.precision.wire)
 
     def _note(self, told: fastddp.Corruption) -> None:
         self._said.append(Said(self._step, told.kind, told.step - 1, told.ranks, told.parameter))

@@ -71,11 +71,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("is_over", &SampledStep::is_over, no_gil)
       .def("times", &SampledStep::times, no_gil);
 
-  py::class_<Buckets::WireLayout>(m, "WireLayout")
-      .def_readonly("dtype", &Buckets::WireLayout::dtype)
-      .def_readonly("device", &Buckets::WireLayout::device)
-      .def_readonly("members", &Buckets::WireLayout::members);
-
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
                        std::vector<std::vector<size_t>> plan, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
@@ -167,8 +162,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("remove_hooks", &Reducer::remove_hooks, no_gil)
       .def("windows", &Reducer::windows, no_gil)
       .def("measure", &Reducer::measure, no_gil)
-      .def(
-          "wire_layouts", [](Reducer& reducer) { return reducer.buckets()->wire_layouts(); }, no_gil)
       .def(
           "watch_local_gradients", [](Reducer& reducer, bool watching) { reducer.local_gradients()->watch(watching); },
           py::arg("watching"), no_gil)

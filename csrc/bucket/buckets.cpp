@@ -176,14 +176,4 @@ Bucket Buckets::make_another(size_t beyond, size_t count, const std::vector<size
   return make(buckets_.size() + beyond, buckets_.size() + count, members, form);
 }
 
-std::vector<Buckets::WireLayout> Buckets::wire_layouts() const {
-  std::vector<WireLayout> layouts;
-  for (const auto& bucket : all()) {
-    const auto& layout = bucket.layout;
-    auto& found = layouts.emplace_back(WireLayout{layout.format().dtype, layout.device(), {}});
-    for (size_t i = 0; i < layout.size(); ++i) found.members.push_back({layout.offsets()[i], layout.lengths()[i]});
-  }
-  return layouts;
-}
-
 }  // namespace fastddp

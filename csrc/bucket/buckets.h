@@ -47,13 +47,6 @@ class Buckets {
   void mark(size_t parameter);
   bool still_holds(size_t parameter) const;
 
-  // A bucket's wire. `members`: where each gradient begins in it, and its length there, in numbers.
-  struct WireLayout {
-    c10::ScalarType dtype;
-    c10::Device device;
-    std::vector<std::pair<size_t, size_t>> members;
-  };
-  std::vector<WireLayout> wire_layouts() const;
   // Begins a window.
   void reset();
 

@@ -35,23 +35,16 @@ _BACK_TO_BACK = 4  # allreduces that are timed together on a device
 _HEAD_START = 0.005  # seconds: several times what a host needs to start them
 
 
-class NoBandwidth(Exception):
-    """The measurements support no bandwidth; the message has the measured times."""
-
-
-def measure_link(lanes: Sequence[dist.ProcessGroup], device: torch.device, largest: int) -> Link:
+def measure_link(lanes: Sequence[dist.ProcessGroup], device: torch.device, largest: int) -> Link | str:
     """Time allreduces of several sizes, in turn, and fit ``latency + size / bandwidth`` to them (:func:`fit`).
 
-    A collective: all ranks call it together, and all get the same result or the exception.
+    A collective: all ranks call it together, and all get the same result.
 
     Args:
         lanes: groups of the same ranks over which collectives are dealt (:mod:`fastddp.exchange.lanes`). With several
             lanes one allreduce runs on each at the same time, and each costs its share of the time.
         device: where gradients live. Unless it is the CPU, the device's time is taken, and sizes go further.
         largest: bytes; larger collectives need not be measured.
-
-    Raises:
-        NoBandwidth: times do not grow enough with sizes.
     """
     sizes = [size for size in _sizes_on(device) if size <= max(largest, _ENOUGH)]
     wires = [torch.zeros(sizes[-1] // 4, device=device) for _ in lanes]
@@ -73,7 +66,7 @@ def _sizes_on(device: torch.device) -> list[int]:
     return _SIZES if device.type == "cpu" else _SIZES + _BEYOND_ON_DEVICES
 
 
-def fit(sizes: Sequence[int], samples: Sequence[Sequence[float]]) -> Link:
+def fit(sizes: Sequence[int], samples: Sequence[Sequence[float]]) -> Link | str:
     """The line through the largest size's point, with the least squares of relative errors at the other points.
 
     A network may let a burst of some KiB pass faster than what follows, and a step sends much more than that. So the
@@ -83,13 +76,13 @@ def fit(sizes: Sequence[int], samples: Sequence[Sequence[float]]) -> Link:
         sizes: bytes, from the smallest to the largest.
         samples: seconds, several for each size; the line is fitted to their medians.
 
-    Raises:
-        NoBandwidth: see Note [What supports a bandwidth].
+    Returns:
+        The line; or what was measured, in words, where it supports none: Note [What supports a bandwidth].
     """
     medians = [statistics.median(seconds) for seconds in samples]
     if not _supports_a_bandwidth(samples, medians):
-        took = ", ".join(f"{_in_kib(size)} {1e3 * s:.4g} ms" for size, s in zip(sizes, medians, strict=True))
-        raise NoBandwidth(f"allreduces took: {took} (medians of {len(samples[0])})")
+        took = ", ".join(f"{_named(size)} {1e3 * s:.4g} ms" for size, s in zip(sizes, medians, strict=True))
+        return f"allreduces took: {took} (medians of {len(samples[0])})"
     largest, whole = sizes[-1], medians[-1]
     shares = [(size / largest, second) for size, second in zip(sizes[:-1], medians[:-1], strict=True)]
     above = sum((1 - share) * (second - share * whole) / second**2 for share, second in shares)
@@ -105,7 +98,7 @@ def _supports_a_bandwidth(samples: Sequence[Sequence[float]], medians: Sequence[
     return sum(large > small for large, small in pairs) >= _SURE * len(pairs)
 
 
-def _in_kib(size: int) -> str:
+def _named(size: int) -> str:
     return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
 
 

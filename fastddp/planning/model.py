@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 
 from fastddp.bucket_plan import Buckets
 
 _MOST_STEPS = 150_000  # of the search, which take less than a second
 _TAIL = 16
 _LONG = 16  # times the latency: a collective that moves bytes for that long gains nothing by carrying more
+_READINESS = attrgetter("ready")
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,7 @@ class Link:
     """Bytes of gradients a second; what moves on the wire may be more."""
 
     def seconds(self, size: int) -> float:
-        """The time of a collective.
-
-        Args:
-            size: its bytes.
-        """
+        """The time of a collective of ``size`` bytes."""
         return self.latency + size / self.bandwidth
 
     @property
@@ -58,7 +56,8 @@ class Gradient:
 
 def end_of(plan: Buckets, gradients: Sequence[Gradient], link: Link) -> float:
     """When the last collective of ``plan`` ends. ``plan``: indices into ``gradients``, in the order of collectives."""
-    return _end([_together([gradients[index] for index in bucket]) for bucket in plan], link)
+    items = _items(gradients)
+    return _end([_together([items[index] for index in bucket]) for bucket in plan], link)
 
 
 def best_plan(gradients: Sequence[Gradient], link: Link, largest: float = math.inf) -> Buckets:
@@ -83,17 +82,28 @@ def best_plan(gradients: Sequence[Gradient], link: Link, largest: float = math.i
         Indices into ``gradients``; buckets in the order of their collectives, and within a bucket gradients in the
         order in which they get ready.
     """
-    order = sorted(range(len(gradients)), key=lambda index: gradients[index].ready)
-    items = _merged([[index] for index in order], gradients, largest)
-    return _coarsened(_first_to_end(items, gradients, link, largest), gradients, link, largest)
+    items = _merged(sorted(_items(gradients), key=_READINESS), largest)
+    return [list(bucket.members) for bucket in _coarsened(_first_to_end(items, link, largest), link, largest)]
 
 
-def _together(gradients: Sequence[Gradient]) -> Gradient:
-    ready = max(gradient.ready for gradient in gradients)
-    return Gradient(ready, sum(gradient.bytes for gradient in gradients), gradients[0].kind)
+@dataclass(frozen=True)
+class _Item(Gradient):
+    """Gradients of a kind that stay together."""
+
+    members: tuple[int, ...]
+    """Indices, in the order in which they get ready."""
 
 
-def _end(buckets: Sequence[Gradient], link: Link) -> float:
+def _items(gradients: Sequence[Gradient]) -> list[_Item]:
+    return [_Item(one.ready, one.bytes, one.kind, (index,)) for index, one in enumerate(gradients)]
+
+
+def _together(items: Sequence[_Item]) -> _Item:
+    members = tuple(member for item in items for member in item.members)
+    return _Item(max(map(_READINESS, items)), sum(item.bytes for item in items), items[0].kind, members)
+
+
+def _end(buckets: Sequence[_Item], link: Link) -> float:
     end = 0.0
     for bucket in buckets:
         end = max(end, bucket.ready) + link.seconds(bucket.bytes)
@@ -102,112 +112,103 @@ def _end(buckets: Sequence[Gradient], link: Link) -> float:
 
 # --------------------------------------------------------------------------------------------------------- the search
 
-_Cuts = tuple[list[list[int]], "_Cuts"] | None  # the bucket that was closed last, and the buckets before it
+_Cuts = tuple[list[_Item], "_Cuts"] | None  # the bucket that was closed last, and the buckets before it
 
 
-def _first_to_end(items: Buckets, gradients: Sequence[Gradient], link: Link, largest: float) -> Buckets:
-    """The best partition of ``items``, each of which stays together."""
-    whole = [_together([gradients[index] for index in item]) for item in items]
-    lines = _lines(whole)
-    bytes_before = [[0, *accumulate(whole[number].bytes for number in line)] for line in lines]
-    place = {number: (kind, at) for kind, line in enumerate(lines) for at, number in enumerate(line)}
+def _first_to_end(items: Sequence[_Item], link: Link, largest: float) -> list[_Item]:
+    """The buckets of the best partition."""
+    lines: dict[Hashable, list[_Item]] = {}
+    for item in items:
+        lines.setdefault(item.kind, []).append(item)
+    kinds = list(lines)
+    bytes_before = {kind: [0, *accumulate(item.bytes for item in line)] for kind, line in lines.items()}
+    passed = Counter[Hashable]()
     # Key: for each kind, the item with which its open bucket begins. Value: the earliest end of collectives, and how.
-    states: dict[tuple[int, ...], tuple[float, _Cuts]] = {(0,) * len(lines): (0.0, None)}
-    for number, item in enumerate(whole):
-        kind, at = place[number]
-        sizes = bytes_before[kind]
+    states: dict[tuple[int, ...], tuple[float, _Cuts]] = {(0,) * len(kinds): (0.0, None)}
+    for item in items:
+        line, sizes, kind = lines[item.kind], bytes_before[item.kind], kinds.index(item.kind)
+        passed[item.kind] += 1
+        after = passed[item.kind]
         closed: dict[tuple[int, ...], tuple[float, _Cuts]] = {}
         for begins, (end, cuts) in list(states.items()):
             begin = begins[kind]
-            size = sizes[at + 1] - sizes[begin]
-            if size > largest and begin < at:
+            size = sizes[after] - sizes[begin]
+            if size > largest and begin < after - 1:
                 del states[begins]
                 continue
             ends = max(end, item.ready) + link.seconds(size)
-            after = (*begins[:kind], at + 1, *begins[kind + 1 :])
-            if after not in closed or ends < closed[after][0]:
-                closed[after] = ends, ([items[member] for member in lines[kind][begin : at + 1]], cuts)
-        if at + 1 == len(lines[kind]):
+            state = (*begins[:kind], after, *begins[kind + 1 :])
+            if state not in closed or ends < closed[state][0]:
+                closed[state] = ends, (line[begin:after], cuts)
+        if after == len(line):
             states = closed  # a bucket of this kind that is still open would never be closed
         else:
             states.update(closed)
     ((_, cuts),) = states.values()
-    plan: Buckets = []
+    plan = []
     while cuts is not None:
         bucket, cuts = cuts
-        plan.append([index for item in bucket for index in item])
+        plan.append(_together(bucket))
     return plan[::-1]
 
 
-def _lines(items: Sequence[Gradient]) -> list[list[int]]:
-    """The items' numbers, kind by kind."""
-    lines: dict[Hashable, list[int]] = {}
-    for number, item in enumerate(items):
-        lines.setdefault(item.kind, []).append(number)
-    return list(lines.values())
-
-
-def _merged(items: Buckets, gradients: Sequence[Gradient], largest: float) -> Buckets:
+def _merged(items: list[_Item], largest: float) -> list[_Item]:
     """The items, with neighbours of a kind merged as little as keeps the search short enough.
 
     The last items stay alone if possible, since nothing hides what travels then.
     """
-    total = sum(gradient.bytes for gradient in gradients)
+    total = sum(item.bytes for item in items)
     for tail in (_TAIL, 0):
-        size = 1
+        size, head = 1, len(items) - tail
         merged = items
-        while _steps(merged, gradients) > _MOST_STEPS and size <= total:
+        while _steps(merged) > _MOST_STEPS and size <= total:
             size *= 2
-            head = len(items) - tail
-            merged = [*_filled(items[:head], gradients, min(size, largest / 2)), *items[head:]]
-        if _steps(merged, gradients) <= _MOST_STEPS:
+            merged = [*_filled(items[:head], min(size, largest / 2)), *items[head:]]
+        if _steps(merged) <= _MOST_STEPS:
             break
     return merged
 
 
-def _steps(items: Buckets, gradients: Sequence[Gradient]) -> int:
+def _steps(items: Sequence[_Item]) -> int:
     """The most steps of the search: after each item, the number of places where open buckets may have begun."""
-    kinds = [gradients[item[0]].kind for item in items]
-    left = Counter(kinds)
+    left = Counter(item.kind for item in items)
     begins = dict.fromkeys(left, 1)
     states = steps = 1
-    for kind in kinds:
+    for item in items:
         steps += states
-        left[kind] -= 1
-        before, begins[kind] = begins[kind], begins[kind] + 1 if left[kind] else 1
-        states = states // before * begins[kind]
+        left[item.kind] -= 1
+        before, begins[item.kind] = begins[item.kind], begins[item.kind] + 1 if left[item.kind] else 1
+        states = states // before * begins[item.kind]
     return steps
 
 
-def _filled(items: Buckets, gradients: Sequence[Gradient], size: float) -> Buckets:
+def _filled(items: Sequence[_Item], size: float) -> list[_Item]:
     """The items, with neighbours of a kind merged up to ``size`` bytes; in the order of readiness."""
-    filled: Buckets = []
-    unfinished: dict[Hashable, list[int]] = {}
+    filled: list[_Item] = []
+    unfinished: dict[Hashable, _Item] = {}
     for item in items:
-        kind = gradients[item[0]].kind
-        together = [*unfinished.get(kind, []), *item]
-        if kind in unfinished and sum(gradients[index].bytes for index in together) > size:
-            filled.append(unfinished[kind])
-            together = [*item]
-        unfinished[kind] = together
-    return sorted([*filled, *unfinished.values()], key=lambda item: gradients[item[-1]].ready)
+        before = unfinished.get(item.kind)
+        if before is not None and before.bytes + item.bytes <= size:
+            item = _together([before, item])
+        elif before is not None:
+            filled.append(before)
+        unfinished[item.kind] = item
+    return sorted([*filled, *unfinished.values()], key=_READINESS)
 
 
-def _coarsened(plan: Buckets, gradients: Sequence[Gradient], link: Link, largest: float) -> Buckets:
+def _coarsened(plan: Sequence[_Item], link: Link, largest: float) -> list[_Item]:
     """The plan with fewer buckets and the same end, since starting a collective costs more than the model knows."""
     plan = list(plan)
-    whole = [_together([gradients[index] for index in bucket]) for bucket in plan]
-    end = _end(whole, link)
+    end = _end(plan, link)
     first = 0
     while first < len(plan):
-        next_of_kind = (n for n in range(first + 1, len(plan)) if whole[n].kind == whole[first].kind)
-        second = next(next_of_kind, None)
-        if second is not None and whole[first].bytes < link.long_bytes:
-            both = _together([whole[first], whole[second]])
-            without = [*whole[:first], *whole[first + 1 : second], both, *whole[second + 1 :]]
+        one = plan[first]
+        second = next((n for n in range(first + 1, len(plan)) if plan[n].kind == one.kind), None)
+        if second is not None and one.bytes < link.long_bytes:
+            both = _together([one, plan[second]])
+            without = [*plan[:first], *plan[first + 1 : second], both, *plan[second + 1 :]]
             if both.bytes <= largest and _end(without, link) <= end:
-                plan[second], whole[second] = plan[first] + plan[second], both
-                del plan[first], whole[first]
+                plan = without
                 continue
         first += 1
     return plan

@@ -27,6 +27,7 @@ class PinnedPlan:
     rows: Sequence[str] = ()
     """Texts that must be equal on all ranks: where each parameter is, or what is wrong."""
     problem: Exception | None = None
+    """To be raised behind the comparison."""
 
     @staticmethod
     def of(
@@ -52,11 +53,6 @@ class PinnedPlan:
         except Exception as problem:  # of any kind: raised here, it would leave the other ranks waiting
             return PinnedPlan(rows=[f"a plan that cannot be used: {problem}"[:_MOST_WORDS]], problem=problem)
 
-    def check(self) -> None:
-        """Raise the ``problem``, if there is one."""
-        if self.problem is not None:
-            raise self.problem
-
 
 def fit(plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], without: Collection[int] = ()) -> Buckets:
     """The plan's buckets as indices into ``parameters``, which are found by name.
@@ -70,36 +66,33 @@ def fit(plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], wi
     for bucket in plan.buckets:
         buckets.append([])
         for planned in bucket.parameters:
-            where = f"The bucket plan does not fit the module: parameter '{planned.name}' of bucket {bucket.number}"
+            where = f"parameter '{planned.name}' of bucket {bucket.number}"
             index = index_of.pop(planned.name, None)
             if index is None:
-                raise ValueError(
-                    f"{where} is none of the module's parameters that require a gradient and are not ignored. {_REMEDY}"
-                    + see("FD025")
-                )
+                raise _misfit(f"{where} is none of the module's parameters that require a gradient and are not ignored")
             parameter = parameters[index]
             if (tuple(parameter.shape), parameter.dtype) != (planned.shape, planned.dtype):
-                raise ValueError(
+                raise _misfit(
                     f"{where} has shape {planned.shape} and {planned.dtype} in the plan, and {tuple(parameter.shape)} "
-                    f"and {parameter.dtype} in the module. {_REMEDY}" + see("FD025")
+                    f"and {parameter.dtype} in the module"
                 )
             buckets[-1].append(index)
             first = parameters[buckets[-1][0]]
             if parameter.device != first.device:
-                raise ValueError(
-                    f"{where} is on {parameter.device}, and the bucket's first one on {first.device}. {_REMEDY}"
-                    + see("FD025")
-                )
+                raise _misfit(f"{where} is on {parameter.device}, and the bucket's first one on {first.device}")
     if index_of:
-        raise ValueError(
-            f"The bucket plan does not fit the module: the module's parameter '{next(iter(index_of))}' is in no "
-            f"bucket of the plan. {_REMEDY}" + see("FD025")
-        )
+        raise _misfit(f"the module's parameter '{next(iter(index_of))}' is in no bucket of the plan")
     return buckets
 
 
+def _misfit(what: str) -> ValueError:
+    return ValueError(
+        f"The bucket plan does not fit the module: {what}. Leave buckets out, train a step, and save "
+        "model.bucket_plan() anew." + see("FD025")
+    )
+
+
 _MOST_WORDS = 1000  # characters, of an error that goes to all ranks
-_REMEDY = "Leave buckets out, train a step, and save model.bucket_plan() anew."
 
 
 def _caps(plan: BucketPlan) -> tuple[int, int]:

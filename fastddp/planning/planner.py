@@ -6,7 +6,6 @@ import math
 import statistics
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from fastddp.exchange.agreement import greatest
 from fastddp.exchange.descriptions import AllReduce, Setting
 from fastddp.exchange.lanes import lanes_for, lanes_pay
 from fastddp.module.replicas import agree_on_plan
-from fastddp.planning.link import NoBandwidth, largest_bucket, measure_link
+from fastddp.planning.link import largest_bucket, measure_link
 from fastddp.planning.model import Gradient, Link, best_plan, end_of
 
 WINDOWS = 3
@@ -27,14 +26,6 @@ WINDOWS = 3
 PLANS = 2
 """The first plan is made from windows under the default buckets. But communication during backward slows backward down,
 so gradients then get ready later than those windows say. The second plan is made from windows under the first."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A decision, the same on all ranks."""
-
-    plan: Buckets
-    several_lanes: bool
 
 
 class Planner:
@@ -48,8 +39,7 @@ class Planner:
     def __init__(self) -> None:
         self._due: int | None = None
         self._left = PLANS
-        self._links: dict[int, Link | None] = {}  # by number of lanes; None: no bandwidth could be measured
-        self._unsupported: dict[int, str] = {}  # what was measured in that case
+        self._links: dict[int, Link | str] = {}  # by number of lanes; words: what was measured tells no bandwidth
 
     def begin(self, reducer: Reducer) -> None:
         """Measure the coming windows, if there is still a plan to make."""
@@ -61,8 +51,10 @@ class Planner:
         """Whether the measured windows have ended; the same on all ranks."""
         return self._due is not None and reducer.windows() >= self._due
 
-    def find(self, reducer: Reducer, setting: Setting, exchange: AllReduce, device: torch.device) -> Found | None:
-        """The best plan for the parameters of ``setting.plan``.
+    def find(
+        self, reducer: Reducer, setting: Setting, exchange: AllReduce, device: torch.device
+    ) -> tuple[Buckets, bool] | None:
+        """The best plan for the parameters of ``setting.plan``, and whether it is for several lanes.
 
         A collective, between two windows. The first call takes about a second, in which the process group is measured.
         It takes longer where a collective of a few bytes takes a tenth of a second or more.
@@ -84,61 +76,45 @@ class Planner:
             for index, second in zip(members, ready, strict=True)
         ]
         group = exchange.process_group or setting.process_group
-        found = self._fastest(members, gradients, group, device)
+        found = self._fastest(gradients, group, device)
         if found is None:
             self._left = 0
             return None
-        plan = agree_on_plan(found.plan, members, setting.process_group, device)
-        return Found(plan, found.several_lanes)
+        places, several_lanes = found
+        plan = [[members[place] for place in bucket] for bucket in places]
+        return agree_on_plan(plan, members, setting.process_group, device), several_lanes
 
     def _fastest(
-        self,
-        members: Sequence[int],
-        gradients: Sequence[Gradient],
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> Found | None:
-        """The better of the best plan for one lane and, where there can be several, the best for several lanes."""
+        self, gradients: Sequence[Gradient], group: dist.ProcessGroup, device: torch.device
+    ) -> tuple[Buckets, bool] | None:
+        """The better of the best plan for one lane and, where there can be several, the best for several lanes.
+
+        If nothing that was measured tells a bandwidth, rank 0 warns.
+        """
         if group.size() == 1:
             return None
         total = sum(gradient.bytes for gradient in gradients)
         ways = [[group]]
         if lanes_pay([total]) and len(lanes := lanes_for(group, device, measured=True)) > 1:
             ways.append(lanes)
-        choices: list[tuple[float, Found]] = []
+        choices: list[tuple[float, Buckets, bool]] = []
         for lanes in ways:
-            link = self._link(lanes, device, total)
-            if link is None:
-                continue
-            plan = best_plan(gradients, link, largest_bucket(link, device))
-            end = end_of(plan, gradients, link)
-            in_parameters = [[members[place] for place in bucket] for bucket in plan]
-            choices.append((end, Found(in_parameters, len(lanes) > 1)))
-        if not choices:
-            self._warn(group)
-            return None
-        return min(choices, key=lambda choice: choice[0])[1]
-
-    def _link(self, lanes: Sequence[dist.ProcessGroup], device: torch.device, total: int) -> Link | None:
-        """The link over these lanes, measured once for each number of lanes; None if it supports no bandwidth."""
-        count = len(lanes)
-        if count not in self._links:
-            try:
-                self._links[count] = measure_link(lanes, device, total)
-            except NoBandwidth as error:
-                self._links[count] = None
-                self._unsupported[count] = str(error)
-        return self._links[count]
-
-    def _warn(self, group: dist.ProcessGroup) -> None:
-        """Say on rank 0 why there is no plan."""
+            if len(lanes) not in self._links:
+                self._links[len(lanes)] = measure_link(lanes, device, total)
+            link = self._links[len(lanes)]
+            if isinstance(link, Link):
+                plan = best_plan(gradients, link, largest_bucket(link, device))
+                choices.append((end_of(plan, gradients, link), plan, len(lanes) > 1))
+        if choices:
+            return min(choices, key=lambda choice: choice[0])[1:]
         if group.rank() == 0:
             warnings.warn(
                 'bucket_cap_mb="auto" keeps the default buckets: over '
-                f"{dist.get_backend(group)}, {self._unsupported[1]}, which does not tell how much longer a larger one "
+                f"{dist.get_backend(group)}, {self._links[1]}, which does not tell how much longer a larger one "
                 "takes. Measure on machines that do nothing else, or give a number of MiB.",
                 stacklevel=2,
             )
+        return None
 
 
 def check_planned_hook(hook: object) -> None:

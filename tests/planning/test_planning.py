@@ -273,21 +273,6 @@ def test_steps_that_fail_leave_ranks_with_one_plan(rank: int, failing: list[int]
 
 
 @on_ranks(2)
-def test_where_nothing_could_be_measured_the_default_stays(rank: int) -> None:
-    model = auto(Layers())
-    train(model, 1, 1.0)
-    model.module.fails = True
-    for _ in range(STEPS + BETWEEN):
-        with pytest.raises(ZeroDivisionError):
-            train(model, 1, 1.0)
-    model.module.fails = False
-    train(model, 2, 1.0)
-    assert model.engine.planner is not None
-    assert not model.engine.planner.is_due(model.reducer)
-    assert sizes(model) == [6]
-
-
-@on_ranks(2)
 def test_a_rank_without_inputs_takes_part(rank: int) -> None:
     with a_network_of(SLOW_NETWORK):
         model = auto(Layers())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastddp.planning.link import NoBandwidth, fit, largest_bucket, measure_link
+from fastddp.planning.link import fit, largest_bucket, measure_link
 from fastddp.planning.model import Link
 from on_ranks import of_ranks, on_ranks
 from ranks import RankPool
@@ -72,6 +73,11 @@ def falling(size: int, number: int) -> float:
     return 0.01 - 1e-10 * size
 
 
+def just_above_noise(above: float) -> Cost:
+    """Samples of a size lie within 10 ms, and those of the largest one so much above the others."""
+    return lambda size, number: 0.15 + 0.01 * (number // 5 % 5 / 4) + above * (size == SIZES[-1])
+
+
 # ------------------------------------------------------------------------------------------------------------- the fit
 
 
@@ -84,11 +90,13 @@ def falling(size: int, number: int) -> float:
         # 117 MB/s but for the first 250 kB, a burst that passes at once.
         (SIZES[:-1], [[6e-4], [6e-4], [9e-4], [1.76e-2]], mock.ANY, pytest.approx(1.2e8, rel=0.05)),
         (SIZES[-2:], [[1e-3], [1e-1]], 0.0, 16 * MIB / 1e-1),  # no negative latency
+        (SIZES, samples_of(just_above_noise(0.008)), mock.ANY, pytest.approx(16 * MIB / 0.008, rel=0.1)),
     ],
-    ids=["a line", "small ones count", "burst", "no latency"],
+    ids=["a line", "small ones count", "burst", "no latency", "above noise"],
 )
 def test_the_fit_of_few_samples(sizes: list[int], samples: list[list[float]], latency: Any, bandwidth: Any) -> None:
     link = fit(sizes, samples)
+    assert isinstance(link, Link)
     assert (link.latency, link.bandwidth) == (latency, bandwidth)
     assert link.seconds(sizes[-1]) == pytest.approx(samples[-1][0], rel=0.1)
 
@@ -100,11 +108,6 @@ def test_a_few_samples_that_were_disturbed_change_nothing() -> None:
     samples = samples_of(disturbed)
     assert sum(sample > 1 for of_size in samples for sample in of_size) == 3
     assert fit(SIZES, samples) == fit(SIZES, samples_of(line))
-
-
-def just_above_noise(above: float) -> Cost:
-    """Samples of a size lie within 10 ms, and those of the largest one so much above the others."""
-    return lambda size, number: 0.15 + 0.01 * (number // 5 % 5 / 4) + above * (size == SIZES[-1])
 
 
 @pytest.mark.parametrize(
@@ -120,13 +123,9 @@ def just_above_noise(above: float) -> Cost:
     ids=["noise", "falling", "constant", "not the largest", "within noise", "one size"],
 )
 def test_a_bandwidth_that_the_times_do_not_support_is_not_stated(cost: Cost, sizes: list[int]) -> None:
-    with pytest.raises(NoBandwidth, match=r"^allreduces took: 4 KiB [\d.]+ ms"):
-        fit(sizes, samples_of(cost, sizes))
-
-
-def test_a_slope_above_noise_is_enough() -> None:
-    link = fit(SIZES, samples_of(just_above_noise(0.008)))
-    assert link.bandwidth == pytest.approx(16 * MIB / 0.008, rel=0.1)
+    words = fit(sizes, samples_of(cost, sizes))
+    assert isinstance(words, str)
+    assert re.match(r"allreduces took: 4 KiB [\d.]+ ms", words)
 
 
 def test_a_bucket_grows_up_to_what_was_measured_or_as_long_as_its_latency_counts() -> None:
@@ -142,10 +141,9 @@ def test_a_bucket_grows_up_to_what_was_measured_or_as_long_as_its_latency_counts
 @on_ranks(2)
 def test_ranks_measure_the_same(rank: int, lanes: int) -> None:
     groups = [dist.group.WORLD, *(dist.new_group() for _ in range(lanes - 1))]
-    with suppress(NoBandwidth):  # on a busy machine
-        link = measure_link(groups, torch.device("cpu"), 2**20)
-        assert of_ranks(link) == [link] * 2
-        assert 1e-6 < link.latency + 2**20 / link.bandwidth < 1
+    link = measure_link(groups, torch.device("cpu"), 2**20)
+    assert of_ranks(link) == [link] * 2
+    assert isinstance(link, str) or 1e-6 < link.seconds(2**20) < 1  # words: on a busy machine
 
 
 def very_slow(size: int, number: int) -> float:
@@ -170,6 +168,7 @@ def test_latency_and_bandwidth_are_told_apart(
     with collectives_that_take(cost) as calls:
         link = measure_link([dist.distributed_c10d._get_default_group()], torch.device("cpu"), largest)
     assert set(calls) == set(chosen)
+    assert isinstance(link, Link)
     assert link.latency == pytest.approx(latency, rel=0.02)
     assert link.bandwidth == pytest.approx(bandwidth, rel=0.2 if cost is far_away else 1e-6)
 

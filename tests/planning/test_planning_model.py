@@ -60,17 +60,12 @@ def fits(plan: Buckets, gradients: Sequence[Gradient], largest: float) -> bool:
 
 
 @given(gradients_of, links, sizes)
-def test_no_plan_ends_before_the_one_found(gradients: list[Gradient], link: Link, largest: float) -> None:
-    plan = best_plan(gradients, link, largest)
-    others = (other for other in all_plans(gradients) if fits(other, gradients, largest))
-    assert end_of(plan, gradients, link) == min(end_of(other, gradients, link) for other in others)
-
-
-@given(gradients_of, links, sizes)
-def test_each_gradient_is_in_one_bucket_in_the_order_of_readiness(
+def test_no_plan_in_the_order_of_readiness_ends_before_the_one_found(
     gradients: list[Gradient], link: Link, largest: float
 ) -> None:
     plan = best_plan(gradients, link, largest)
+    others = (other for other in all_plans(gradients) if fits(other, gradients, largest))
+    assert end_of(plan, gradients, link) == min(end_of(other, gradients, link) for other in others)
     assert fits(plan, gradients, largest)
     assert sorted(itertools.chain(*plan)) == list(range(len(gradients)))
     for bucket in plan:

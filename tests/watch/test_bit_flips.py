@@ -81,7 +81,7 @@ def damaged(
 @pytest.mark.parametrize("casts", [False, True])
 @on_ranks(2)
 def test_a_result_that_is_not_finite_on_one_rank_is_told_there_and_no_rank_waits_for_it(rank: int, casts: bool) -> None:
-    damage = Damage("back", 0, 0, 14 if casts else 30, 1, torch.float16 if casts else torch.float32)
+    damage = Damage(0, 0, 14 if casts else 30, 1, torch.float16 if casts else torch.float32)
     other, own = of_ranks(damaged(rank, damage, 5, casts, 4, bucket_cap_mb=0.004))
     if casts:  # what is cast is written, and looked at
         step, of = own.pop(0)
