@@ -120,7 +120,7 @@ def _of(coded: Coded) -> list[Tensor]:
 
 def _make(operation: str, number: Number, dtype: torch.dtype, mebibytes: float, device: torch.device) -> list[Job]:
     if device.type != "cpu":
-        from fastddp.exchange.launching import load_block8_kernels
+        from fastddp.kernel_loading.launching import load_block8_kernels
 
         load_block8_kernels({(device, dtype)}, number, BLOCK, False)
     coded = Coded.make(mebibytes, number, dtype, device)

@@ -139,7 +139,7 @@ def _close(found: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
 
 def _make(operation: str, dtype: torch.dtype, rank: int, blocks: int, device: torch.device) -> list[Job]:
     if device.type != "cpu":
-        from fastddp.exchange.launching import load_low_rank_kernels
+        from fastddp.kernel_loading.launching import load_low_rank_kernels
 
         load_low_rank_kernels({(device, dtype)}, rank)
     matrices = Matrices.make(blocks, rank, dtype, device)

@@ -203,7 +203,7 @@ def wrong_contestants(everyone: Sequence[Contestant]) -> set[tuple[str, str]]:
 def _make(mebibytes: float, gradient: torch.dtype, wire: torch.dtype, device: torch.device) -> list[Job]:
     """Both directions."""
     if device.type != "cpu":
-        from fastddp.exchange.launching import load_kernels
+        from fastddp.kernel_loading.launching import load_kernels
 
         load_kernels([(device, gradient, wire)])
     everyone = contestants(mebibytes, gradient, wire, device)

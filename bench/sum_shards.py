@@ -19,7 +19,7 @@ def _make(dtype: torch.dtype, ranks: int, mebibytes: float, device: torch.device
     from fastddp.kernels.sum_shards_reference import sum_shards
 
     if device.type != "cpu":
-        from fastddp.exchange.launching import load_sum_kernels
+        from fastddp.kernel_loading.launching import load_sum_kernels
 
         load_sum_kernels([device], dtype)
     elements = int(mebibytes * 2**20) // dtype.itemsize // ranks // 8 * 8

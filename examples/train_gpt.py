@@ -149,7 +149,7 @@ class Demo:
         """Part 3."""
         self.begin("3. Gradients of 8 bits")
         # Ranks of one machine would read each other's memory, and nothing would travel. These send what two would.
-        with mock.patch("fastddp.exchange.placement._processes", return_value=()):
+        with mock.patch("fastddp.ranks.placement._processes", return_value=()):
             eight = with_eight_bits(self.arguments, self.job)
             self.training.run(eight)
         if self.job.rank == 0:

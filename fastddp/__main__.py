@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from fastddp import patching, presence
 from fastddp.comm_hooks import HOOK_NAMES
 from fastddp.job_options import check_options
-from fastddp.listing import names_near
+from fastddp.ranks.listing import names_near
 from fastddp.watch import roll
 
 # What a wrapper gets whose code says nothing about it. "off" turns off what is on by default.

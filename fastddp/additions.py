@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fastddp.bucket_plan import BucketPlan
 from fastddp.errors import see
-from fastddp.step_report import StepReport
+from fastddp.times.step_report import StepReport
 from fastddp.torch_compat.surface import TorchSurface
 from fastddp.watch.non_finite import NonFinite, blame
 from fastddp.watch.non_finite_module import find_in_next_forward
@@ -37,7 +37,7 @@ class Additions(TorchSurface):
             every: how many steps there are from one sample to the next. 0, the state at first: sample no step.
             compare_ranks: gather each rank's own times, without its waits, in an all-gather of 72 bytes a rank in each
                 ``every``-th step. Rank 0 then writes to the logger "fastddp" which rank is slow
-                (:mod:`fastddp.rank_times`). Call this with the same arguments on every rank, between the same two
+                (:mod:`fastddp.times.rank_times`). Call this with the same arguments on every rank, between the same two
                 steps. A single rank compares nothing.
 
         Raises:

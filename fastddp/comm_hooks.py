@@ -29,13 +29,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import batched_powerSGD_hook as _torchs_batched_power_sgd
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook as _torchs_power_sgd
 
+from fastddp.compression.block8 import Block8, Block8Schedule, BlockState, Number
+from fastddp.compression.power_sgd import PowerSGD, PowerSGDState
+from fastddp.compression.power_sgd_agreement import PowerSGDSchedule
 from fastddp.errors import see
-from fastddp.exchange.block8 import Block8, Block8Schedule, BlockState, Number
 from fastddp.exchange.descriptions import AllReduce, CompressState, Exchange, Noop, PythonHook, Schedule, Setting
 from fastddp.exchange.of_model import OfModel
-from fastddp.exchange.power_sgd import PowerSGD, PowerSGDState
-from fastddp.exchange.power_sgd_agreement import PowerSGDSchedule
-from fastddp.listing import names_near
+from fastddp.ranks.listing import names_near
 
 __all__ = [
     "BlockState",

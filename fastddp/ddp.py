@@ -26,10 +26,6 @@ from fastddp.bucket_plan import BucketPlan
 from fastddp.config import Config, check_types
 from fastddp.engine import Recipe
 from fastddp.errors import see
-from fastddp.exchange.backends import check_group, check_numbers, default_group
-from fastddp.exchange.gradient_average import GradientAverage, check_gradient_average
-from fastddp.exchange.hierarchy import HierarchyArgument, check_hierarchy, describe_hierarchy
-from fastddp.exchange.wire_memory import WireMemory
 from fastddp.job_options import hook_in_force, with_job_options
 from fastddp.module.buffers import BufferSync
 from fastddp.module.main_gradients import MainGradients
@@ -42,6 +38,9 @@ from fastddp.module.stand_ins import StandIns
 from fastddp.planning.delayed import Delayed
 from fastddp.planning.pinned_plan import PinnedPlan
 from fastddp.planning.planner import check_planned_hook
+from fastddp.ranks.backends import check_group, check_numbers, default_group
+from fastddp.ranks.hierarchy import HierarchyArgument, check_hierarchy, describe_hierarchy
+from fastddp.ranks.wire_memory import WireMemory
 from fastddp.torch_compat.compiling import ActiveModel
 from fastddp.torch_compat.distributed_autograd import refuse_distributed_autograd
 from fastddp.torch_compat.helpers import check_beside_torchs
@@ -49,6 +48,7 @@ from fastddp.torch_compat.optimizer_in_backward import take_over_optimizers
 from fastddp.watch.options import Watch, check_watch
 from fastddp.watch.stalls import begin_to_watch
 from fastddp.window import joining
+from fastddp.window.gradient_average import GradientAverage, check_gradient_average
 
 
 class DistributedDataParallel(Additions):

@@ -16,16 +16,10 @@ from torch import nn
 from fastddp import _C, comm_hooks
 from fastddp.bucket_plan import Buckets, become_complete_in_order, plan_buckets, with_one_dtype
 from fastddp.config import Config
-from fastddp.exchange.averages import divides_first
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting, check_wire
-from fastddp.exchange.gradient_average import GradientAverage, Weight, check_exchange
-from fastddp.exchange.hierarchy import HierarchyArgument, find_hierarchy
-from fastddp.exchange.lanes import lanes_pay
 from fastddp.exchange.of_model import OfModel
-from fastddp.exchange.placement import reads_pay
 from fastddp.exchange.sharded import check_shardable, in_shards
 from fastddp.exchange.two_level import in_levels
-from fastddp.exchange.wire_memory import wire_memory_of
 from fastddp.in_force import InForce
 from fastddp.module.main_gradients import MainGradients
 from fastddp.module.nested import tensors_in
@@ -36,12 +30,18 @@ from fastddp.module.replicas import agree_on, agree_on_order, check_same_model
 from fastddp.planning.delayed import Delayed
 from fastddp.planning.pinned_plan import PinnedPlan
 from fastddp.planning.planner import Planner
+from fastddp.ranks.averages import divides_first
+from fastddp.ranks.hierarchy import HierarchyArgument, find_hierarchy
+from fastddp.ranks.lanes import lanes_pay
+from fastddp.ranks.placement import reads_pay
+from fastddp.ranks.wire_memory import wire_memory_of
 from fastddp.watch.audit import Audit
 from fastddp.watch.audited_tensors import AuditedTensors
 from fastddp.watch.non_finite import NonFiniteWatch
 from fastddp.watch.options import Watch
 from fastddp.watch.slow_ranks import SlowRanks
 from fastddp.watch.stalls import watch_for_stalls
+from fastddp.window.gradient_average import GradientAverage, Weight, check_exchange
 from fastddp.window.local_steps import LocalSteps
 from fastddp.window.step_check import check_before_each_step
 from fastddp.window.unfinished import check_not_failed, give_up

@@ -14,11 +14,11 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypedDict
 
 from fastddp import comm_hooks
 from fastddp.errors import see
-from fastddp.exchange.gradient_average import check_gradient_average
-from fastddp.listing import names_near
+from fastddp.ranks.listing import names_near
 from fastddp.watch.corruption import OnCorruption
 from fastddp.watch.options import Watch
 from fastddp.watch.stall_report import OnStall
+from fastddp.window.gradient_average import check_gradient_average
 
 
 class JobOptions(TypedDict, total=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 from bench.gpu.results import Run
-from fastddp.exchange import proofs
+from fastddp.kernel_loading import proofs
 from fastddp.tools.doctor.kernel_checks import check_kernels
 
 

@@ -28,7 +28,7 @@ struct CompiledKernel {
 
 // Note [A kernel proves itself before it is used]
 // Nobody has run these binaries on every GPU, with every driver. So a kernel that is loaded for the first time in such a place is
-// tried: it makes calls with made-up numbers that lead through all of its paths (fastddp/exchange/kernel_cases.py), and torch's
+// tried: it makes calls with made-up numbers that lead through all of its paths (fastddp/kernel_loading/kernel_cases.py), and torch's
 // operators make the same calls on the same device. The results, and the memory around them, must be equal. Only then is the
 // kernel proven, and used. A kernel is given up if it writes something else, does not load, or fails to launch at any time. From
 // then on operators do its work in this process. Operators write what other ranks' kernels write, bit for bit; PowerSGD's sums

@@ -1,7 +1,7 @@
 // The functions in this file make all waits of fastddp's streams for each other, and tell allocators which streams use memory.
 // Process groups make two more waits: their own stream waits for the current one when a collective is started, and the current
 // one waits for theirs in Work::wait. In Python the sum of the weights has a stream of its own
-// (fastddp/exchange/gradient_average.py), for which only the host waits.
+// (fastddp/window/gradient_average.py), for which only the host waits.
 //
 // They use c10's device-agnostic guards and events, so that the extension compiles without CUDA headers. Devices that compute on
 // the host (CPU) have no streams, and c10 has no events for them. For these devices the functions order nothing.

@@ -14,12 +14,12 @@ from torch import Tensor
 from fastddp import _C
 from fastddp.bucket_plan import Buckets
 from fastddp.errors import see
-from fastddp.exchange.backends import backend_of, check_numbers
-from fastddp.exchange.groups import zero_cta_twin
-from fastddp.exchange.hierarchy import Hierarchy
-from fastddp.exchange.lanes import lanes_for
-from fastddp.exchange.launching import load_kernels, load_sum_kernels
-from fastddp.exchange.placement import nodes_of, processes_of, reads_beat_allreduces
+from fastddp.kernel_loading.launching import load_kernels, load_sum_kernels
+from fastddp.ranks.backends import backend_of, check_numbers
+from fastddp.ranks.groups import zero_cta_twin
+from fastddp.ranks.hierarchy import Hierarchy
+from fastddp.ranks.lanes import lanes_for
+from fastddp.ranks.placement import nodes_of, processes_of, reads_beat_allreduces
 
 Spans: TypeAlias = dict[int, tuple[int, int]]
 """Spans by number of the parameter: first element and end, in the order of the parameter's memory."""

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from fastddp import _C
 from fastddp.errors import see
 from fastddp.exchange.descriptions import Exchange, Pipelined, Setting, is_pipelined
-from fastddp.exchange.hierarchy import Hierarchy
-from fastddp.exchange.placement import processes_of
+from fastddp.ranks.hierarchy import Hierarchy
+from fastddp.ranks.placement import processes_of
 
 
 def for_shards(setting: Setting, *, whole: bool) -> Setting:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 from fastddp.errors import see
-from fastddp.listing import listed
-from fastddp.together import finish, together
+from fastddp.ranks.listing import listed
+from fastddp.ranks.together import finish, together
 
 # A row is compared, and sent. For a parameter: name, shape, strides (or its layout, if it has none), dtype, device
 # type, requires_grad. For a parameter's place in a plan: a text.

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.exchange.agreement import greatest
 from fastddp.planning.model import Link
-from fastddp.together import finish
+from fastddp.ranks.agreement import greatest
+from fastddp.ranks.together import finish
 
 _SIZES = [4 * 2**10, 32 * 2**10, 256 * 2**10, 2 * 2**20, 16 * 2**20]
 _BEYOND_ON_DEVICES = [64 * 2**20]  # devices' networks reach full speed only there
@@ -41,7 +41,7 @@ def measure_link(lanes: Sequence[dist.ProcessGroup], device: torch.device, large
     A collective: all ranks call it together, and all get the same result.
 
     Args:
-        lanes: groups of the same ranks over which collectives are dealt (:mod:`fastddp.exchange.lanes`). With several
+        lanes: groups of the same ranks over which collectives are dealt (:mod:`fastddp.ranks.lanes`). With several
             lanes one allreduce runs on each at the same time, and each costs its share of the time.
         device: where gradients live. Unless it is the CPU, the device's time is taken, and sizes go further.
         largest: bytes; larger collectives need not be measured.

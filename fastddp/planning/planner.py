@@ -14,12 +14,12 @@ from fastddp import comm_hooks
 from fastddp._C import Reducer
 from fastddp.bucket_plan import Buckets
 from fastddp.errors import see
-from fastddp.exchange.agreement import greatest
 from fastddp.exchange.descriptions import AllReduce, Setting
-from fastddp.exchange.lanes import lanes_for, lanes_pay
 from fastddp.module.replicas import agree_on_plan
 from fastddp.planning.link import largest_bucket, measure_link
 from fastddp.planning.model import Gradient, Link, best_plan, end_of
+from fastddp.ranks.agreement import greatest
+from fastddp.ranks.lanes import lanes_for, lanes_pay
 
 WINDOWS = 3
 """Windows that are measured before each plan."""

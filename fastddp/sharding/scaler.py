@@ -13,8 +13,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from fastddp.errors import see
 from fastddp.in_force import InForce
+from fastddp.ranks.together import together
 from fastddp.sharding.parts import OfParts
-from fastddp.together import together
 from fastddp.window.joining import check_all_have_inputs
 
 

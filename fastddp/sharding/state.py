@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastddp import _C
+from fastddp.ranks.together import together
 from fastddp.sharding.shards import Shards, Span
-from fastddp.together import together
 
 State = Mapping[str, Any]
 

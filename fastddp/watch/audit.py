@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastddp._C import Digests, Reducer, is_capturing
 from fastddp.exchange.descriptions import Exchange, Setting
-from fastddp.listing import ranks as ranks_in_words
+from fastddp.ranks.listing import ranks as ranks_in_words
 from fastddp.watch.audited_tensors import AuditedTensors, Part, Round
 from fastddp.watch.corruption import Corruption, OnCorruption, deliver
 from fastddp.watch.gathering import Gathering, waiting_stream

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp._C import unrecorded
-from fastddp.together import finish
+from fastddp.ranks.together import finish
 
 
 class Gathering:

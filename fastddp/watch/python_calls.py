@@ -17,7 +17,7 @@ from fastddp._C import calls_in_lines
 
 _FOLDERS = ("site-packages", "dist-packages")
 _LOADER = "torch/utils/data/dataloader.py"
-_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "fastddp/together.py")
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "fastddp/ranks/together.py")
 _BETWEEN_TWO = ("send", "recv")
 _STATES = {"R": "runs", "S": "sleeps", "D": "waits in the kernel", "T": "is stopped", "t": "is stopped"}
 

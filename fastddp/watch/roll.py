@@ -13,8 +13,8 @@ import weakref
 
 import torch.distributed as dist
 
-from fastddp.listing import listed
-from fastddp.together import explanations
+from fastddp.ranks.listing import listed
+from fastddp.ranks.together import explanations
 from fastddp.watch.python_calls import state_of
 
 is_launched = True

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from fastddp._C import Reducer, SampledStep, is_capturing
-from fastddp.rank_times import COLUMNS, Delay, RankHistory, changes, row
-from fastddp.step_report import split_of
+from fastddp.times.rank_times import COLUMNS, Delay, RankHistory, changes, row
+from fastddp.times.step_report import split_of
 from fastddp.watch.gathering import Gathering, waiting_stream
 
 _log = logging.getLogger("fastddp")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fastddp._C import StallWatch, remove_own_pages
 from fastddp.in_force import InForce
-from fastddp.together import explanations, models
+from fastddp.ranks.together import explanations, models
 from fastddp.watch import roll
 from fastddp.watch.error_file import leave_reports
 from fastddp.watch.lookout import look_now_and_then

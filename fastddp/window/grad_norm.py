@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastddp.errors import see
 from fastddp.in_force import InForce
-from fastddp.together import together
+from fastddp.ranks.together import together
 from fastddp.window.joining import check_all_have_inputs
 
 

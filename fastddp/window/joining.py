@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from fastddp.errors import see
-from fastddp.exchange.agreement import greatest
 from fastddp.in_force import InForce
 from fastddp.module.replicas import broadcast_replicas
+from fastddp.ranks.agreement import greatest
 
 # Note [Collectives of a forward under join]
 # Ranks with and without inputs make the same collectives: which ranks still have inputs (torch's Join), what their

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fastddp.bucket_plan import Buckets
 from fastddp.errors import see
 from fastddp.in_force import InForce
-from fastddp.listing import listed
+from fastddp.ranks.listing import listed
 
 if TYPE_CHECKING:
     from fastddp._C import Lack, Reducer, StallWatch

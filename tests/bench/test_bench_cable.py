@@ -21,7 +21,7 @@ from bench import harness, netns
 
 sys.path.pop()
 
-from fastddp.exchange import placement
+from fastddp.ranks import placement
 
 _FOLDER = Path("/run/netns")
 

@@ -344,7 +344,7 @@ def test_a_rank_that_loads_between_steps_notices_that_others_do_not(rank: int) -
     if rank == 0:
         training.state.load_state_dict(training.state.state_dict())
         says = r"changed on rank 0 \(by load_state_dict\(\) or by setting iter\)(.|\n)*within 0.2 s not on rank 1"
-        patience = mock.patch("fastddp.exchange.power_sgd_agreement._PATIENCE", 0.2)
+        patience = mock.patch("fastddp.compression.power_sgd_agreement._PATIENCE", 0.2)
         with patience, pytest.raises(RuntimeError, match=says):
             training.run(3)
     dist.barrier()

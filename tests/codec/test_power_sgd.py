@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from fastddp.exchange.power_sgd import is_compressed, matrix_shape
+from fastddp.compression.power_sgd import is_compressed, matrix_shape
 from on_ranks import on_ranks
 from program_execution import new_memory_is_nan
 from ranks import RankPool

@@ -9,8 +9,8 @@ import torch
 
 import fake_cuda
 from fastddp import _C
-from fastddp.exchange import proofs
-from fastddp.exchange.launching import load_kernels
+from fastddp.kernel_loading import proofs
+from fastddp.kernel_loading.launching import load_kernels
 from on_device import DEVICE, Case, batch
 from on_ranks import on_ranks
 

@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import fake_cuda
 import fastddp
 from fastddp import _C
-from fastddp.exchange.launching import load_kernels
+from fastddp.kernel_loading.launching import load_kernels
 from hooks_by_name import register
 from on_device import DEVICE, ORDERS, VIEWS, Case, batch
 from on_ranks import on_ranks

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fake_cuda
 from fastddp import _C
-from fastddp.exchange.launching import load_kernels
+from fastddp.kernel_loading.launching import load_kernels
 from on_device import DEVICE, ORDERS, WARMUP, Case, batch, captured
 from on_ranks import on_ranks
 from ranks import RankPool

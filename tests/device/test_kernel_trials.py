@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import fake_cuda
-from fastddp.exchange import codec_cases, kernel_cases, launching
-from fastddp.exchange.trials import Trial
+from fastddp.kernel_loading import codec_cases, kernel_cases, launching
+from fastddp.kernel_loading.trials import Trial
 from on_device import DEVICE
 from on_ranks import on_ranks
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fake_cuda
 from fastddp import _C
-from fastddp.exchange import proofs
-from fastddp.exchange.launching import load_kernels, load_sum_kernels
+from fastddp.kernel_loading import proofs
+from fastddp.kernel_loading.launching import load_kernels, load_sum_kernels
 from on_device import DEVICE, Case, batch, captured
 from on_ranks import on_ranks
 from ranks import RankPool
@@ -203,7 +203,7 @@ def test_without_memory_nothing_is_tried_and_a_later_load_does_it(rank: int) -> 
     here = torch.device(DEVICE, 0)
     no_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB.\nMore.")
     with (
-        mock.patch("fastddp.exchange.trials.Trial.run", side_effect=no_memory),
+        mock.patch("fastddp.kernel_loading.trials.Trial.run", side_effect=no_memory),
         pytest.warns(
             UserWarning, match=r"fastddp_sum_shards_bf16 could not be tried on .*Tried to allocate 2 MiB\. Un"
         ),

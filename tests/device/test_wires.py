@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fake_cuda
 import fastddp
 import square_layers
-from fastddp.exchange import descriptions, wire_memory
+from fastddp.exchange import descriptions
+from fastddp.ranks import wire_memory
 from nodes import nodes_of_two
 from on_device import DEVICE, ORDERS
 from on_ranks import of_ranks, on_ranks

@@ -68,8 +68,8 @@ def sums_that_nobody_tries(rank: int) -> list[KernelCheck]:
     others = ("_pack", "_low_rank", "_block8")
     with (
         mock.patch.multiple(kernel_checks, **dict.fromkeys(others, lambda *arguments: iter(()))),
-        mock.patch("fastddp.exchange.proofs.prove"),
-        mock.patch("fastddp.exchange.proofs.proof_of", return_value=None),
+        mock.patch("fastddp.kernel_loading.proofs.prove"),
+        mock.patch("fastddp.kernel_loading.proofs.proof_of", return_value=None),
     ):
         return check_kernels(torch.device(fake_cuda.DEVICE, 0))[-1:]
 
@@ -203,7 +203,9 @@ def test_a_wrong_sum_of_16_bits_is_found_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_raised_is_a_finding() -> None:
-    with mock.patch("fastddp.exchange.kernel_cases.pack", side_effect=RuntimeError("no kernel image\nmore lines")):
+    with mock.patch(
+        "fastddp.kernel_loading.kernel_cases.pack", side_effect=RuntimeError("no kernel image\nmore lines")
+    ):
         pack, *_ = check_kernels(CPU)
     (finding,) = pack.findings("rank 3, ")
     assert finding.about == "rank 3, cpu"

@@ -97,7 +97,7 @@ sys.path.insert(0, {str(copy)!r})
 import fastddp_command
 fastddp_command._import_lazily()
 import fastddp, fastddp.tools.doctor.software
-for ask in (lambda: fastddp.DistributedDataParallel, lambda: __import__("fastddp.exchange.launching")):
+for ask in (lambda: fastddp.DistributedDataParallel, lambda: __import__("fastddp.kernel_loading.launching")):
     try:
         ask()
     except ImportError as error:

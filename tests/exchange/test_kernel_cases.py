@@ -16,8 +16,8 @@ import torch
 
 import cases_interpreted
 from cases_interpreted import Block8, LowRank, Pack, Sums, deciding, undecided
-from fastddp.exchange import codec_cases, kernel_cases
-from fastddp.exchange.trials import Trial
+from fastddp.kernel_loading import codec_cases, kernel_cases
+from fastddp.kernel_loading.trials import Trial
 from interpreting import interpreter  # noqa: F401  a fixture of this module
 
 CPU = torch.device("cpu")

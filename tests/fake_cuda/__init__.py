@@ -76,7 +76,7 @@ def _register() -> None:
     ):
         dist.Backend.register_backend(name, partial(_make_backend, stands_in_for, host_waits), devices=[DEVICE])
     from fastddp import _C
-    from fastddp.exchange import proofs
+    from fastddp.kernel_loading import proofs
 
     if hasattr(_C, "use_driver"):
         _C.use_driver(torch.device(DEVICE), str(building.LIBRARY))

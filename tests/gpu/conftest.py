@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fake_cuda
-from fastddp.exchange import proofs
+from fastddp.kernel_loading import proofs
 from ranks import RankPool
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from block8_given import Given
 from fastddp import _C
-from fastddp.exchange.launching import load_block8_kernels
+from fastddp.kernel_loading.launching import load_block8_kernels
 from on_ranks import on_ranks
 
 SIZES = (1, 128, 5000, 0, 4096, 300, 12_345)

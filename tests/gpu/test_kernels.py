@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.exchange import proofs
-from fastddp.exchange.launching import load_kernels, load_sum_kernels
+from fastddp.kernel_loading import proofs
+from fastddp.kernel_loading.launching import load_kernels, load_sum_kernels
 from fastddp.tools.doctor.kernel_checks import check_kernels
 from on_ranks import on_ranks
 from ranks import RankPool

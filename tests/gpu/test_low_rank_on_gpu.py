@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.exchange.launching import load_low_rank_kernels
+from fastddp.kernel_loading.launching import load_low_rank_kernels
 from on_ranks import on_ranks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

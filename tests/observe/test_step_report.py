@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fake_cuda
 import fastddp
-from fastddp.split import Split
-from fastddp.step_report import StepReport
+from fastddp.times.split import Split
+from fastddp.times.step_report import StepReport
 from hooks_by_name import register
 from on_ranks import on_ranks
 

@@ -95,7 +95,7 @@ def test_collectives_outside_of_windows_go_through_together() -> None:
     found = [
         (module, line.strip())
         for module, path in MODULES.items()
-        if module not in ("fastddp.together", "fastddp.reference") and not module.startswith("fastddp.tools")
+        if module not in ("fastddp.ranks.together", "fastddp.reference") and not module.startswith("fastddp.tools")
         for line in path.read_text().splitlines()
         if plain.search(line) or waits.search(line)
     ]

@@ -23,8 +23,8 @@ from torch.distributed.optim.functional_sgd import _FunctionalSGD
 
 import fastddp
 from fastddp import comm_hooks
+from fastddp.compression.power_sgd import PowerSGD
 from fastddp.exchange.descriptions import PythonHook
-from fastddp.exchange.power_sgd import PowerSGD
 from on_ranks import differences, of_ranks, on_ranks
 
 KEPT = functools.partial(power_sgd.powerSGD_hook)  # in which no patch finds torch's function

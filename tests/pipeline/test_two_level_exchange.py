@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fastddp
 from fastddp import comm_hooks
-from fastddp.exchange.hierarchy import find_hierarchy
+from fastddp.ranks.hierarchy import find_hierarchy
 from hooks_by_name import register
 from models import MODELS, inputs
 from nodes import Traffic, by_messages, on_machines

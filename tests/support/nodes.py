@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastddp.exchange import placement
+from fastddp.ranks import placement
 
 STATUS = 102 * 4  # bytes
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fake_cuda
 import fastddp
-from fastddp.exchange.gradient_average import GradientAverage
+from fastddp.window.gradient_average import GradientAverage
 from hooks_by_name import averages
 from models import Expected
 from nodes import by_reads

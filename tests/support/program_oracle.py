@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
-from fastddp.exchange.gradient_average import GradientAverage
 from fastddp.reference import ReferenceDataParallel
+from fastddp.window.gradient_average import GradientAverage
 
 
 class Oracle(ReferenceDataParallel):

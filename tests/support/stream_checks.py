@@ -28,7 +28,7 @@ sys.path.append(str(TESTS))  # where fake_cuda is: this file may be run alone
 
 import fake_cuda
 from fastddp import _C
-from fastddp.exchange.launching import load_block8_kernels, load_kernels, load_low_rank_kernels
+from fastddp.kernel_loading.launching import load_block8_kernels, load_kernels, load_low_rank_kernels
 
 DEVICE = torch.device("privateuseone", 0)  # named before it is renamed
 RANKS = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastddp.split import Split
+from fastddp.times.split import Split
 from fastddp.tools.trace.report import BucketReport, Idle, Interval, RankReport, Report, Timeline
 from fastddp.tools.trace.split import mean
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastddp.split import Split
+from fastddp.times.split import Split
 from fastddp.tools.trace.advice import advise
 from fastddp.tools.trace.names import GATHER, STATUS
 from fastddp.tools.trace.report import BucketReport, Idle

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fastddp.split import Split
+from fastddp.times.split import Split
 from fastddp.tools.commands import app
 from fastddp.tools.trace import chrome, files
 from fastddp.tools.trace.as_json import read_json

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import trace_reports
-from fastddp.split import Split
+from fastddp.times.split import Split
 from fastddp.tools.trace.comparison import compare, for_screen
 from fastddp.tools.trace.grids import Column, Grid, as_change, bucket_grid, rank_grid
 from fastddp.tools.trace.report import CollectiveReport, Report

@@ -15,7 +15,7 @@ from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
 import trace_reports
-from fastddp.split import Split
+from fastddp.times.split import Split
 from fastddp.tools.trace import colours
 from fastddp.tools.trace.picture import MOST_BARS, draw, write_picture
 from fastddp.tools.trace.report import Interval, Timeline

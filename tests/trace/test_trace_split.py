@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from fastddp.split import Split
+from fastddp.times.split import Split
 from fastddp.tools.trace.ranks import RankView, view
 from fastddp.tools.trace.recording import KINDS, Builder
 from trace_files import BOTH_RECORDERS, GLOO, LAUNCHER, OTHER_STREAM, ChromeTrace, Trace, bucket, gradient, seen

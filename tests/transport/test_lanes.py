@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastddp.exchange import lanes as lanes_module
-from fastddp.exchange.lanes import lanes_for, lanes_pay
+from fastddp.ranks import lanes as lanes_module
+from fastddp.ranks.lanes import lanes_for, lanes_pay
 from on_ranks import on_ranks
 from parts import Parts, wrapped
 from ranks import RankPool

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fastddp
 from fastddp import _C, comm_hooks
-from fastddp.exchange import placement
+from fastddp.ranks import placement
 from fastddp.sharding.shards import Shards
 from nodes import Traffic, by_messages, by_reads, on_machines
 from on_ranks import on_ranks

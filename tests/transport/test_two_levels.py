@@ -13,7 +13,7 @@ from torch import nn
 
 import fastddp
 from fastddp import comm_hooks
-from fastddp.exchange import placement
+from fastddp.ranks import placement
 from nodes import Traffic, by_messages, on_machines
 from parts import Parts, wrapped
 from ranks import RankPool

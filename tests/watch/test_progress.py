@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fastddp
 from fastddp import _C, _pages, comm_hooks
-from fastddp.exchange import lanes
+from fastddp.ranks import lanes
 from hooks_by_name import register
 from on_ranks import on_ranks
 

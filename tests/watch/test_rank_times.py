@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastddp.rank_times import PHASES, SAMPLES, RankHistory, row
-from fastddp.split import Split
-from fastddp.step_report import StepReport
+from fastddp.times.rank_times import PHASES, SAMPLES, RankHistory, row
+from fastddp.times.split import Split
+from fastddp.times.step_report import StepReport
 
 OWN = {"outside": 20.0, "forward": 20.0, "loss": 2.0, "backward": 40.0, "hook": 3.0, "optimizer": 5.0}
 STEP = 100.0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fastddp
 from fastddp import comm_hooks
 from fastddp.comm_hooks import PostLocalSGDState
-from fastddp.rank_times import PHASES, Delay
+from fastddp.times.rank_times import PHASES, Delay
 from fastddp.watch.gathering import Gathering
 from logs import lines_of_the_logger
 from models import RaisesInBackward

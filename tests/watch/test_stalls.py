@@ -25,7 +25,7 @@ import fake_cuda
 import fastddp
 from fake_cuda import DEVICE
 from fastddp import _C
-from fastddp.exchange import lanes
+from fastddp.ranks import lanes
 from fastddp.watch.python_calls import libraries, lines_of_main_thread
 from nodes import nodes_of_two
 from on_ranks import of_ranks, on_ranks

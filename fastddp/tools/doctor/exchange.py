@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fastddp.listing import ranks
+from fastddp.ranks.listing import ranks
 from fastddp.tools.doctor.findings import Finding, remark, wrong
 
 MIB = 25  # DDP's usual bucket

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fastddp import _C
-from fastddp.exchange import codec_cases, kernel_cases, launching
-from fastddp.exchange.trials import Trial
+from fastddp.kernel_loading import codec_cases, kernel_cases, launching
+from fastddp.kernel_loading.trials import Trial
 from fastddp.tools.doctor.findings import KernelCheck, in_a_line
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)

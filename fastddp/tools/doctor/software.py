@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fastddp import _build_check
-from fastddp.listing import ranks
+from fastddp.ranks.listing import ranks
 from fastddp.tools.doctor.findings import Finding, remark, wrong
 
 _MAY_DIFFER = ("Python", "driver")  # between ranks, without harm

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fastddp.documents.typed_json import parsed, restored
-from fastddp.listing import ranks
+from fastddp.ranks.listing import ranks
 from fastddp.tools.doctor import exchange, software
 from fastddp.tools.doctor.examination import Examination, examine
 from fastddp.tools.doctor.exchange import Timing

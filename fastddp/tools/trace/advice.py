@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastddp.split import Split
+from fastddp.times.split import Split
 from fastddp.tools.trace.names import GATHER, STATUS
 from fastddp.tools.trace.report import BucketReport, CollectiveReport, Idle
 from fastddp.tools.trace.wording import percent

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from fastddp.split import Split
+from fastddp.times.split import Split
 from fastddp.tools.trace import colours
 from fastddp.tools.trace.report import BucketReport, Interval, Report, Timeline, What
 from fastddp.tools.trace.wording import printable, shortened, shown_parts, size

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
-from fastddp.split import Split
+from fastddp.times.split import Split
 from fastddp.tools.trace import colours
 from fastddp.tools.trace.comparison import compare
 from fastddp.tools.trace.report import Report, Timeline, What

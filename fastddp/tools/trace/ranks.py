@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fastddp.split import Split
+from fastddp.times.split import Split
 from fastddp.tools.trace.buckets import BucketTimes, Runs, bucket_times, runs_of
 from fastddp.tools.trace.idling import idle_of
 from fastddp.tools.trace.intervals import Floats, Integers, unite

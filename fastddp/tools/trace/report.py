@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fastddp.split import Split
+from fastddp.times.split import Split
 
 Recorder = Literal["torch.profiler", "Nsight Systems"]
 Wrapper = Literal["fastddp", "torch DDP", "unknown"]  # whose buckets these are; torch DDP's are guessed

@@ -1,4 +1,4 @@
-"""What a rank's time is spent on: sets of moments, and their lengths in steps. Definitions: fastddp/split.py."""
+"""What a rank's time is spent on: sets of moments, and their lengths in steps. Definitions: fastddp/times/split.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import astuple
 
 import numpy as np
 
-from fastddp.split import Split
+from fastddp.times.split import Split
 from fastddp.tools.trace.intervals import (
     Floats,
     difference,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from fastddp.split import Split
+from fastddp.times.split import Split
 from fastddp.tools.trace.names import OF_NO_BUCKET
 from fastddp.tools.trace.report import BucketReport, CollectiveReport, RankReport, Report
 

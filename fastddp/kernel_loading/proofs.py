@@ -19,7 +19,7 @@ import torch
 from fastddp import _C
 
 if TYPE_CHECKING:
-    from fastddp.exchange.trials import Trial
+    from fastddp.kernel_loading.trials import Trial
     from fastddp.kernels.ahead_of_time import CompiledKernel
 
 

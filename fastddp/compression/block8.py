@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp import _C
+from fastddp.compression.saved_state import SavedState, Shapes, check_name, check_tensor, describe, refuse
 from fastddp.errors import see
-from fastddp.exchange.agreement import difference, gather_numbers
 from fastddp.exchange.descriptions import Exchange, Setting, Spans
-from fastddp.exchange.launching import load_block8_kernels
-from fastddp.exchange.saved_state import SavedState, Shapes, check_name, check_tensor, describe, refuse
+from fastddp.kernel_loading.launching import load_block8_kernels
+from fastddp.ranks.agreement import difference, gather_numbers
 
 logger = logging.getLogger("fastddp.block8")
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from fastddp.errors import see
-from fastddp.exchange.agreement import difference, gather_numbers
 from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
-from fastddp.listing import listed
-from fastddp.together import telling_who_has_ended
+from fastddp.ranks.agreement import difference, gather_numbers
+from fastddp.ranks.listing import listed
+from fastddp.ranks.together import telling_who_has_ended
 
 if TYPE_CHECKING:
-    from fastddp.exchange.power_sgd import PowerSGD, PowerSGDState
+    from fastddp.compression.power_sgd import PowerSGD, PowerSGDState
 
 _PATIENCE = 60.0  # seconds in which the other ranks must come with changed states, too
 _COMPARED = (

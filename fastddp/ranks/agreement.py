@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fastddp.listing import listed
-from fastddp.together import together
+from fastddp.ranks.listing import listed
+from fastddp.ranks.together import together
 
 
 def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[list[float]]:

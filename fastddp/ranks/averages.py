@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fastddp.together import together
+from fastddp.ranks.together import together
 
 
 def divides_first(process_group: dist.ProcessGroup, device: torch.device) -> bool:

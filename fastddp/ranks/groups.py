@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fastddp.errors import see
-from fastddp.exchange.agreement import greatest
-from fastddp.exchange.backends import backend_of
-from fastddp.together import telling_who_has_ended
+from fastddp.ranks.agreement import greatest
+from fastddp.ranks.backends import backend_of
+from fastddp.ranks.together import telling_who_has_ended
 
 Of = ParamSpec("Of")
 Made = TypeVar("Made")

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastddp.compression.power_sgd import PowerSGD
 from fastddp.errors import see
 from fastddp.exchange.descriptions import Exchange, PythonHook
-from fastddp.exchange.power_sgd import PowerSGD
-from fastddp.together import finish
+from fastddp.ranks.together import finish
 
 GradientAverage = Literal["mean", "sum"] | Tensor | Callable[[], "Tensor | float"]
 """The mean over ranks; their sum; or a weight: sum(weight * gradient) / sum(weight) over ranks.

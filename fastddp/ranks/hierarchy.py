@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastddp.errors import see
-from fastddp.exchange.groups import make_group, once_a_group, ranks_name_groups_alike
-from fastddp.exchange.placement import machine_of_this_rank
-from fastddp.listing import listed
-from fastddp.together import together
+from fastddp.ranks.groups import make_group, once_a_group, ranks_name_groups_alike
+from fastddp.ranks.listing import listed
+from fastddp.ranks.placement import machine_of_this_rank
+from fastddp.ranks.together import together
 
 HierarchyArgument = Literal["node"] | DeviceMesh | None
 

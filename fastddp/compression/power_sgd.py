@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp import _C
+from fastddp.compression.power_sgd_loading import FORMAT, check_memory, checked
+from fastddp.compression.saved_state import describe, replace
 from fastddp.errors import see
 from fastddp.exchange.descriptions import Setting
-from fastddp.exchange.launching import load_kernels, load_low_rank_kernels
-from fastddp.exchange.power_sgd_loading import FORMAT, check_memory, checked
-from fastddp.exchange.saved_state import describe, replace
 from fastddp.exchange.two_level import for_shards
+from fastddp.kernel_loading.launching import load_kernels, load_low_rank_kernels
 
 logger = logging.getLogger("fastddp.power_sgd")
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fastddp import _C
 from fastddp.errors import see
-from fastddp.exchange.groups import once_a_group
-from fastddp.together import together
+from fastddp.ranks.groups import once_a_group
+from fastddp.ranks.together import together
 
 WireMemory = Literal["registered", "symmetric"] | None
 

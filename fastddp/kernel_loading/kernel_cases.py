@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.exchange.trials import Case, Memory, Sums, Trial
+from fastddp.kernel_loading.trials import Case, Memory, Sums, Trial
 
 CHUNK = 4096
 """Elements of one program of pack, of 8 bits and of sums."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fastddp.exchange.backends import backend_of
-from fastddp.exchange.groups import make_group, once_a_group, ranks_name_groups_alike
+from fastddp.ranks.backends import backend_of
+from fastddp.ranks.groups import make_group, once_a_group, ranks_name_groups_alike
 
 _LANES = 2
 _ENOUGH_BYTES = 50 * 2**20

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from fastddp import _C
-from fastddp.exchange.backends import backend_of
-from fastddp.exchange.groups import once_a_group
-from fastddp.together import together
+from fastddp.ranks.backends import backend_of
+from fastddp.ranks.groups import once_a_group
+from fastddp.ranks.together import together
 
 _ENOUGH_BYTES = 4 * 2**20
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastddp import _C
-from fastddp.exchange import proofs
+from fastddp.kernel_loading import proofs
 
 if TYPE_CHECKING:
-    from fastddp.exchange.trials import Trial
+    from fastddp.kernel_loading.trials import Trial
     from fastddp.kernels.ahead_of_time import CompiledKernel
 
 # The least capability for which the kernels are compiled and tested; older GPUs get torch's operators.
@@ -39,7 +39,7 @@ def load_kernels(
         capability = capability_of(device)
         if capability is None:
             continue
-        from fastddp.exchange import kernel_cases
+        from fastddp.kernel_loading import kernel_cases
         from fastddp.kernels.ahead_of_time import compile_measure, compile_measure_gradients, compile_pack
         from fastddp.kernels.pack_kernels import moves
 
@@ -67,7 +67,7 @@ def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], ra
         capability = capability_of(device)
         if capability is None:
             continue
-        from fastddp.exchange import codec_cases
+        from fastddp.kernel_loading import codec_cases
         from fastddp.kernels.ahead_of_time import LOW_RANK_DTYPES, compile_low_rank
         from fastddp.kernels.low_rank_kernels import padded_rank
 
@@ -96,7 +96,7 @@ def load_block8_kernels(
         capability = capability_of(device)
         if capability is None:
             continue
-        from fastddp.exchange import codec_cases
+        from fastddp.kernel_loading import codec_cases
         from fastddp.kernels.ahead_of_time import compile_block8
         from fastddp.kernels.block8_kernels import DTYPES
 
@@ -120,7 +120,7 @@ def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> Non
     for device in sorted(devices, key=str):
         capability = capability_of(device)
         if capability is not None:
-            from fastddp.exchange import kernel_cases
+            from fastddp.kernel_loading import kernel_cases
             from fastddp.kernels.ahead_of_time import compile_sum_shards
 
             _load(device, [compile_sum_shards(dtype, capability)], kernel_cases.sum_shards(dtype))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastddp.compression.saved_state import SavedState, Shapes, check_name, check_tensor, either, refuse
 from fastddp.errors import see
-from fastddp.exchange.saved_state import SavedState, Shapes, check_name, check_tensor, either, refuse
 
 FORMAT = 1
 _KIND = "PowerSGD"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.exchange.kernel_cases import CHUNK, SMALL, normal, offsets, random_numbers, short, whole
-from fastddp.exchange.trials import Case, Memory, Sums, Trial
+from fastddp.kernel_loading.kernel_cases import CHUNK, SMALL, normal, offsets, random_numbers, short, whole
+from fastddp.kernel_loading.trials import Case, Memory, Sums, Trial
 
 # ------------------------------------------------------------------------------------------------------- PowerSGD
 

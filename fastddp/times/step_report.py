@@ -2,7 +2,7 @@
 
 The report knows when things began and ended: the forward, each bucket's collectives, the traffic outside of buckets
 (which parameters ranks used, sparse gradients), and the backward. It does not know whether a device was busy in
-between, so the time that :mod:`fastddp.split` calls idle counts as compute here.
+between, so the time that :mod:`fastddp.times.split` calls idle counts as compute here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastddp._C import StepTimes
-from fastddp.rank_times import Delay, RankHistory, RankTimes
-from fastddp.split import Split
+from fastddp.times.rank_times import Delay, RankHistory, RankTimes
+from fastddp.times.split import Split
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Triton kernels for C++: compiled, tried on a device with made-up numbers, and loaded."""
