@@ -339,9 +339,7 @@ class Block8Codec : public Codec, private Adder {
       if (gradient.defined()) keep_for_current_stream(gradient);
     }
     coded.let_gradients_go();
-    if (!coded.has_changed) return;
-    if (!only_if.defined() && !is_captured_ && change_places(coded.error, coded.before)) return;
-    bring_back(coded.error, coded.before, only_if);
+    if (coded.has_changed) undo_errors(coded.error, coded.before, only_if, is_captured_);
   }
 
   const Block8Options options_;

@@ -27,13 +27,18 @@ inline bool change_places(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-// memory = kept; `only_if` as in Codec::undo().
+// memory = kept, by a copy; `only_if` as in Codec::undo().
 inline void bring_back(const at::Tensor& memory, const at::Tensor& kept, const at::Tensor& only_if) {
   for (const auto& tensor : {memory, kept}) {
     // Orders no gradients.
     keep_for_current_stream(tensor);
   }
   memory.copy_(only_if.defined() ? at::where(only_if.to(memory.device()).ne(0), kept, memory) : kept);
+}
+
+// errors = kept, in either way. `is_captured`: a step was captured.
+inline void undo_errors(const at::Tensor& errors, const at::Tensor& kept, const at::Tensor& only_if, bool is_captured) {
+  if (only_if.defined() || is_captured || !change_places(errors, kept)) bring_back(errors, kept, only_if);
 }
 
 }  // namespace fastddp

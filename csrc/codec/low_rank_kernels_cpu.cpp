@@ -76,11 +76,11 @@ void compress_row(const View<T, C>& view, int64_t row, C scale) {
   T* gradient = view.gradient == nullptr ? nullptr : view.gradient + first;
   T* memory = view.memory == nullptr ? nullptr : view.memory + first;
   const T* before = view.before == nullptr ? nullptr : view.before + first;
+  const bool adds = memory != nullptr && gradient != nullptr;
+  if (memory != nullptr && !adds && before != memory) std::copy_n(before, view.columns, memory);
   C sums[kMostVectors] = {};
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<C, float>) {
-    const bool adds = memory != nullptr && gradient != nullptr;
-    if (memory != nullptr && !adds && before != memory) std::copy_n(before, view.columns, memory);
     by_groups(view.vector_columns > 0 ? view.rank : 0, [&](auto vectors, int c) {
       const auto dot = [&](auto stream, const T* from, const T* earlier, T* to) {
         dot_rows<vectors.value, stream.value>(from, earlier, to, view.q + c * view.columns, view.columns,
@@ -94,10 +94,7 @@ void compress_row(const View<T, C>& view, int64_t row, C scale) {
   }
 #endif
   for (auto j = view.vector_columns; j < view.columns; ++j) {
-    if (memory != nullptr) {
-      memory[j] =
-          gradient == nullptr ? before[j] : static_cast<T>(static_cast<C>(before[j]) + static_cast<C>(gradient[j]));
-    }
+    if (adds) memory[j] = static_cast<T>(static_cast<C>(before[j]) + static_cast<C>(gradient[j]));
     const auto m = static_cast<C>(memory != nullptr ? memory[j] : gradient[j]);
     for (int c = 0; c < view.rank; ++c) sums[c] += m * view.q[c * view.columns + j];
   }

@@ -143,7 +143,7 @@ void LowRankParts::keep_errors(const Bucket& bucket, const std::vector<size_t>& 
     auto& own = before_step_[i];
     matrix.before = matrix.memory;
     if (!own.error.defined()) continue;
-    if (own.error_is != Kept::Error::unchanged) {
+    if (std::exchange(own.has_error, true)) {
       const bool is_needed =
           is_batched ? std::ranges::any_of(compressed, may_be_dropped) : may_be_dropped(compressed[i]);
       own.error_before = is_needed ? matrix.memory.clone() : at::Tensor();
@@ -151,10 +151,8 @@ void LowRankParts::keep_errors(const Bucket& bucket, const std::vector<size_t>& 
     }
     own.error_before = own.error;
     if (!is_captured_ && change_places(matrix.memory, own.error)) {
-      own.error_is = Kept::Error::changed_places;
       matrix.before = own.error;
     } else {
-      own.error_is = Kept::Error::copied;
       kept.push_back(own.error);
       now.push_back(matrix.memory);
     }
@@ -163,10 +161,7 @@ void LowRankParts::keep_errors(const Bucket& bucket, const std::vector<size_t>& 
 }
 
 void LowRankParts::step_begins() {
-  for (auto& kept : before_step_) {
-    kept.has_q = false;
-    kept.error_is = Kept::Error::unchanged;
-  }
+  for (auto& kept : before_step_) kept.has_error = kept.has_q = false;
 }
 
 void LowRankParts::undo(const at::Tensor& only_if) {
@@ -174,12 +169,9 @@ void LowRankParts::undo(const at::Tensor& only_if) {
     const auto& matrix = matrices[i];
     // Of a window that failed.
     if (matrix.gradient.defined()) keep_for_current_stream(matrix.gradient);
-    const auto& [error, q, error_is, has_q, error_before] = before_step_[i];
+    const auto& [error, q, has_error, has_q, error_before] = before_step_[i];
     if (has_q) bring_back(matrix.q, q, only_if);
-    if (error_is == Kept::Error::unchanged) continue;
-    if (error_is == Kept::Error::copied || only_if.defined() || !change_places(matrix.memory, error)) {
-      bring_back(matrix.memory, error, only_if);
-    }
+    if (has_error) undo_errors(matrix.memory, error, only_if, is_captured_);
   }
   if (!only_if.defined()) step_begins();
   let_gradients_go();

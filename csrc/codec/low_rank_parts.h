@@ -66,8 +66,7 @@ struct LowRankParts {
   // A matrix's error and Q when the step began, once a window has changed them.
   struct Kept {
     at::Tensor error, q;  // error: undefined without error feedback
-    enum class Error : uint8_t { unchanged, changed_places, copied } error_is = Error::unchanged;
-    bool has_q = false;
+    bool has_error = false, has_q = false;
     at::Tensor error_before;  // this window, if discard() may need it
   };
 

@@ -210,10 +210,6 @@ _KEY = 0xFEDCBA9876543210
 _SHARDS = (2, 1, 4, 5, 9)
 
 
-def _formatted(number: str, block: int, drawn: bool) -> str:
-    return f"{number} in blocks of {block}{', drawn' if drawn else ''}"
-
-
 def _of_block8(what: str, number: str, block: int, cases: Iterable[Case]) -> Trial:
     return Trial(
         f"{what} {number} in blocks of {block}",
