@@ -51,6 +51,8 @@ TOGETHER = {
     "pages": "device",
     "observe": "device",
     "audit": "device",
+    "block8": "codec",
+    "low_rank": "codec",
     "autograd": "reducer",
     "window": "reducer",
     "watch": "reducer",

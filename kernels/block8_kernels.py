@@ -10,7 +10,7 @@ each operation rounded once::
     scale = m / L,  x = y * (L / m),  number = x rounded to the format,  value = number * scale
 
 If m < 2^-100, the block's scale and bytes are 0. If a number of the block is not finite, or m > 2^127, the scale is NaN
-and the bytes are 0. The error is then 0 after encode, and unchanged after add. csrc/codec/block8_kernels.h is the
+and the bytes are 0. The error is then 0 after encode, and unchanged after add. csrc/block8/kernels.h is the
 contract, and :mod:`.block8_reference` computes the same in plain torch, bit for bit.
 
 Launch signatures::

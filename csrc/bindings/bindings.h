@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "codec/block8_kernels.h"
+#include "block8/kernels.h"
 
 namespace fastddp {
 

@@ -105,10 +105,14 @@ void bind_exchanges(py::module_& m) {
           py::arg("lanes"), py::arg("nodes"), py::arg("device"), no_gil);
 
   py::class_<Sharding, std::shared_ptr<Sharding>>(m, "Sharding", "Which rank has what; csrc/bucket/sharding.h.")
-      .def(
-          py::init<const std::vector<at::Tensor>&, const std::vector<std::string>&, Plan, size_t, size_t, bool, bool>(),
-          py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"), py::arg("whole"),
-          py::arg("for_optimizer") = false, no_gil)
+      .def(py::init([](const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan,
+                       size_t ranks, size_t rank, bool whole, bool for_optimizer) {
+             std::optional<Sharding::Units> units;
+             if (for_optimizer) units = {Block8::kLongestBlock, Block8::kLongestGroup};
+             return std::make_shared<Sharding>(parameters, names, std::move(plan), ranks, rank, whole, units);
+           }),
+           py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"),
+           py::arg("whole"), py::arg("for_optimizer") = false, no_gil)
       .def_property_readonly("rank", &Sharding::rank)
       .def_property_readonly("spans", [](const Sharding& shards) { return as_tuples(shards.spans()); })
       .def(

@@ -1,9 +1,9 @@
 #include "audit/digests.h"
 #include "bindings/bindings.h"
-#include "codec/block8_tables.h"
-#include "codec/low_rank_tables.h"
+#include "block8/tables.h"
 #include "device/busy.h"
 #include "device/compiled_kernels.h"
+#include "low_rank/tables.h"
 #include "pack/address_table.h"
 #include "transport/sum_shards.h"
 
@@ -166,7 +166,7 @@ void bind_kernels(py::module_& m) {
       .def_property_readonly("uploads", &Kernels::uploads, "Tables sent to the device up to now.");
 
   py::class_<LowRankKernels>(m, "LowRankKernels",
-                             "PowerSGD's kernels, over (gradient, memory, p, q); csrc/codec/low_rank_kernels.h.")
+                             "PowerSGD's kernels, over (gradient, memory, p, q); csrc/low_rank/kernels.h.")
       .def(py::init([](c10::Device device, bool trial) { return make_low_rank_kernels(device, purpose(trial)); }),
            py::arg("device"), py::arg("trial") = false)
       .def_static("of_operators", &make_aten_low_rank_kernels, "Those made of torch's operators.")
@@ -199,7 +199,7 @@ void bind_kernels(py::module_& m) {
       .def_property_readonly("uploads", &LowRankKernels::uploads, "Tables sent to the device up to now.");
 
   py::class_<Block8Kernels>(m, "Block8Kernels",
-                            "Gradients as numbers of 8 bits, (gradient, first block); csrc/codec/block8_kernels.h.")
+                            "Gradients as numbers of 8 bits, (gradient, first block); csrc/block8/kernels.h.")
       .def(py::init([](const std::string& number, int64_t block, c10::Device device, bool trial) {
              return make_block8_kernels(block8_of(number, block), device, purpose(trial));
            }),

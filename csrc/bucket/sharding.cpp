@@ -72,11 +72,11 @@ at::Tensor like_part_of(const at::Tensor& parameter, const Span& span) {
 }  // namespace
 
 Sharding::Sharding(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan,
-                   size_t ranks, size_t rank, bool whole, bool for_optimizer)
+                   size_t ranks, size_t rank, bool whole, std::optional<Units> of_optimizer)
     : ranks_(ranks),
       rank_(rank),
       whole_(whole),
-      for_optimizer_(for_optimizer),
+      units_(of_optimizer),
       plan_(std::move(plan)),
       members_(plan_.size()),
       offsets_(plan_.size()) {
@@ -84,7 +84,7 @@ Sharding::Sharding(const std::vector<at::Tensor>& parameters, const std::vector<
   std::vector<int64_t> loads(ranks);
   for (size_t index = 0; index < plan_.size(); ++index) {
     Layout layout(index, plan_.size(), whole_members(plan_[index], parameters, names), {});
-    if (for_optimizer) {
+    if (units_) {
       layout.set_grid(grid());
     } else {
       layout.set_format(format_of(layout));
@@ -104,9 +104,9 @@ WireFormat Sharding::format_of(const Layout& layout) const {
 }
 
 Grid Sharding::grid() const {
-  if (!for_optimizer_) return {};
-  if (whole_) return {kGroup, kGroup};
-  return {kBlock, static_cast<int64_t>(ranks_) * kGroup};
+  if (!units_) return {};
+  if (whole_) return {units_->run, units_->run};
+  return {units_->member, static_cast<int64_t>(ranks_) * units_->run};
 }
 
 bool Sharding::fit(const std::vector<Bucket>& buckets) const {

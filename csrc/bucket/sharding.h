@@ -1,6 +1,7 @@
 // Which part of each bucket's wire belongs to which rank of a group.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,8 +18,8 @@ namespace fastddp {
 //
 // A run has the same length on each rank, in multiples of 64 bytes, and cuts through parameters. Who takes gradients for matrices
 // needs `whole` parameters. Then a run consists of whole members, so runs differ in length, and the longest run of a bucket goes
-// to the rank that has the least so far. For an optimizer runs are multiples of kGroup numbers, so that they can travel in 8 bits,
-// and their places are the same whatever travels.
+// to the rank that has the least so far. An optimizer's runs and members begin at multiples of `Units`, so that their places are the
+// same whatever travels.
 class Sharding {
  public:
   struct Run {
@@ -26,11 +27,15 @@ class Sharding {
     int64_t end;
     int64_t length() const { return end - begin; }
   };
-  static constexpr int64_t kBlock = 256, kGroup = 1024;  // note [Blocks of 8 bits], codec/block8_kernels.h
+  // Numbers.
+  struct Units {
+    int64_t member;
+    int64_t run;
+  };
 
   // This rank is number `rank` of the group's `ranks`.
   Sharding(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan, size_t ranks,
-           size_t rank, bool whole, bool for_optimizer = false);
+           size_t rank, bool whole, std::optional<Units> of_optimizer = {});
 
   size_t ranks() const { return ranks_; }
   c10::Device device() const { return members_.front().front().like.device(); }
@@ -69,7 +74,7 @@ class Sharding {
   const size_t ranks_;
   const size_t rank_;
   const bool whole_;
-  const bool for_optimizer_;
+  const std::optional<Units> units_;  // none: not an optimizer's
   const Plan plan_;
   // By bucket.
   std::vector<int64_t> lengths_;

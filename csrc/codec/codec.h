@@ -8,8 +8,8 @@
 #include "bucket/bucket.h"
 #include "bucket/sharding.h"
 #include "codec/adder.h"
-#include "codec/block8_kernels.h"
-#include "codec/low_rank_kernels.h"
+#include "block8/kernels.h"
+#include "low_rank/kernels.h"
 
 namespace fastddp {
 

@@ -23,7 +23,7 @@ LIBRARY = (SANITIZED_FOLDER if IS_SANITIZED else FOLDER) / f"{NAME}.so"
 FLAGS = ["-std=c++20", "-O1", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"]
 # fastddp's kernels for the CPU compute what the Triton kernels would.
 OF_FASTDDP = {
-    "codec": ["block8_kernels_cpu"],
+    "block8": ["kernels_cpu"],
     "device": ["cuda_driver", "memory_part", "streams"],
     "pack": ["kernels_cpu", "kernels_aten", "local_sums"],
 }

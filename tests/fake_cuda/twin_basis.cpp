@@ -3,7 +3,7 @@
 
 #include <regex>
 
-#include "codec/orthogonalise_cpu.h"
+#include "low_rank/orthogonalise_cpu.h"
 #include "twin.h"
 
 namespace fake_cuda {

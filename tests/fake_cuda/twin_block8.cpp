@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <regex>
 
-#include "codec/block8_kernels.h"
+#include "block8/kernels.h"
 #include "pack/kernels.h"
 #include "twin.h"
 

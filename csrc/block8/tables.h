@@ -2,7 +2,7 @@
 // kernels/block8_kernels.py says what each word means.
 #pragma once
 
-#include "codec/block8_kernels.h"
+#include "block8/kernels.h"
 #include "device/device_table.h"
 
 namespace fastddp {

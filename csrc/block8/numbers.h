@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-#include "codec/block8_kernels.h"
+#include "block8/kernels.h"
 #include "device/vector_x86.h"
 
 namespace fastddp {

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/block8_numbers.h"
+#include "block8/numbers.h"
 #include "device/vector_x86.h"
 
 #if defined(__x86_64__)

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "codec/block8_kernels.h"
-#include "codec/block8_loops.h"
+#include "block8/kernels.h"
+#include "block8/loops.h"
 #include "pack/measured.h"
 
 namespace fastddp {

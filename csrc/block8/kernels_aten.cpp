@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "codec/block8_kernels.h"
+#include "block8/kernels.h"
 #include "device/cuda_driver.h"
 #include "pack/kernels.h"
 

@@ -33,6 +33,8 @@ struct Block8 {
   int64_t block;  // elements: 128 or 256
 
   static constexpr int64_t kBlocks = 4;  // of a group
+  // What begins at multiples of these can travel in blocks of either length.
+  static constexpr int64_t kLongestBlock = 256, kLongestGroup = kBlocks * kLongestBlock;
   int64_t group_bytes() const { return kBlocks * (block + static_cast<int64_t>(sizeof(float))); }
   int64_t group_elements() const { return kBlocks * block; }
   int64_t blocks_of(int64_t elements) const { return (elements + block - 1) / block; }

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "codec/low_rank_kernels.h"
+#include "low_rank/kernels.h"
 
 namespace fastddp {
 

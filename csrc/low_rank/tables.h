@@ -2,8 +2,8 @@
 // kernels/low_rank_kernels.py and kernels/orthogonalise_kernels.py say what each word means.
 #pragma once
 
-#include "codec/low_rank_kernels.h"
 #include "device/device_table.h"
+#include "low_rank/kernels.h"
 
 namespace fastddp {
 

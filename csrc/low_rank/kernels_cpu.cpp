@@ -1,5 +1,5 @@
 // PowerSGD's kernels on the CPU: one pass over the gradient each, at the speed of memory.
-#include "codec/low_rank_kernels.h"
+#include "low_rank/kernels.h"
 
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
@@ -9,8 +9,8 @@
 #include <cmath>
 #include <type_traits>
 
-#include "codec/low_rank_x86.h"
-#include "codec/orthogonalise_cpu.h"
+#include "low_rank/orthogonalise_cpu.h"
+#include "low_rank/x86.h"
 #include "pack/measured.h"
 
 namespace fastddp {

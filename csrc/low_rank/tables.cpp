@@ -1,4 +1,4 @@
-#include "codec/low_rank_tables.h"
+#include "low_rank/tables.h"
 
 #include <algorithm>
 

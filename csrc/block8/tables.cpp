@@ -1,4 +1,4 @@
-#include "codec/block8_tables.h"
+#include "block8/tables.h"
 
 #include <algorithm>
 

@@ -7,8 +7,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "codec/block8_numbers.h"
-#include "codec/block8_x86.h"
+#include "block8/numbers.h"
+#include "block8/x86.h"
 #include "pack/measured.h"
 
 namespace fastddp {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <bit>
 
-#include "codec/low_rank_tables.h"
 #include "device/scratch.h"
+#include "low_rank/tables.h"
 #include "pack/kernels.h"
 
 namespace fastddp {

@@ -4,7 +4,7 @@
 #include <bit>
 #include <map>
 
-#include "codec/block8_tables.h"
+#include "block8/tables.h"
 #include "device/scratch.h"
 #include "pack/kernels.h"
 

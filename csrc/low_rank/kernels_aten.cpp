@@ -4,8 +4,8 @@
 
 #include <bit>
 
-#include "codec/low_rank_kernels.h"
 #include "device/cuda_driver.h"
+#include "low_rank/kernels.h"
 #include "pack/kernels.h"
 
 namespace fastddp {

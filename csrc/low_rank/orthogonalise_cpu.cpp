@@ -1,4 +1,4 @@
-#include "codec/orthogonalise_cpu.h"
+#include "low_rank/orthogonalise_cpu.h"
 
 #include <algorithm>
 #include <cmath>
