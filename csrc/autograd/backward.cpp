@@ -86,14 +86,6 @@ bool Backwards::is_for_a_choice() {
   return !torch::autograd::get_current_graph_task_exec_info()->empty();
 }
 
-void Backwards::note_choice() {
-  choice_ = number();
-}
-
-bool Backwards::is_noted_choice() const {
-  return is_inside_one() && choice_ == number();
-}
-
 bool Backwards::is_inside_nested() {
   return is_inside_one() && current_task().reentrant_depth_ > 0;
 }

@@ -53,9 +53,9 @@ class Backwards {
   // Whether the current backward computes chosen gradients only: torch.autograd.grad(), backward(inputs=...).
   static bool is_for_a_choice();
   // The current backward is for a choice, and has reached outputs of the last forward.
-  void note_choice();
+  void note_choice() { choice_ = number(); }
   // Whether note_choice() was called in the current backward.
-  bool is_noted_choice() const;
+  bool is_noted_choice() const { return is_inside_one() && choice_ == number(); }
   // Whether a reentrant checkpoint started the current backward inside another one, which ends later.
   static bool is_inside_nested();
   // Calls back when the current backward ends well.

@@ -118,7 +118,13 @@ void bind_kernels(py::module_& m) {
           },
           py::arg("slices"), py::arg("device"), no_gil);
 
-  py::class_<Kernels>(m, "Kernels", "Moves gradients to a wire and back, as the reducer does for one bucket.")
+  py::class_<CallsKernels>(m, "CallsKernels", "csrc/device/compiled_kernels.h.")
+      .def("wrote_around", &CallsKernels::wrote_around, no_gil)
+      .def_property_readonly("launches", &CallsKernels::launches)
+      .def_property_readonly("uploads", &CallsKernels::uploads);
+
+  py::class_<Kernels, CallsKernels>(m, "Kernels",
+                                    "Moves gradients to a wire and back, as the reducer does for one bucket.")
       .def(py::init([](c10::Device device, bool trial) { return make_kernels(device, purpose(trial)); }),
            py::arg("device"), py::arg("trial") = false)
       .def_static("of_operators", &make_aten_kernels, "Those made of torch's operators.")
@@ -159,14 +165,10 @@ void bind_kernels(py::module_& m) {
           "gradient = cast(view) for each pair whose gradient is not None; returns what measure() would, if asked and able.")
       .def(
           "measure", [](Kernels& kernels, const at::Tensor& wire) { return add_up(kernels.measure(wire)); },
-          py::arg("wire"), no_gil, "fp64 pair: the sum of squares, and the number of elements that are not finite.")
-      .def("wrote_around", &Kernels::wrote_around, no_gil,
-           "In a trial: whether a kernel has written beside its partial sums.")
-      .def_property_readonly("launches", &Kernels::launches, "Kernels launched up to now.")
-      .def_property_readonly("uploads", &Kernels::uploads, "Tables sent to the device up to now.");
+          py::arg("wire"), no_gil, "fp64 pair: the sum of squares, and the number of elements that are not finite.");
 
-  py::class_<LowRankKernels>(m, "LowRankKernels",
-                             "PowerSGD's kernels, over (gradient, memory, p, q); csrc/low_rank/kernels.h.")
+  py::class_<LowRankKernels, CallsKernels>(
+      m, "LowRankKernels", "PowerSGD's kernels, over (gradient, memory, p, q); csrc/low_rank/kernels.h.")
       .def(py::init([](c10::Device device, bool trial) { return make_low_rank_kernels(device, purpose(trial)); }),
            py::arg("device"), py::arg("trial") = false)
       .def_static("of_operators", &make_aten_low_rank_kernels, "Those made of torch's operators.")
@@ -192,14 +194,10 @@ void bind_kernels(py::module_& m) {
           "orthogonalise",
           [](LowRankKernels& kernels, const std::vector<at::Tensor>& bases, double epsilon,
              std::optional<uint64_t> refill) { kernels.orthogonalise(numbered(bases), epsilon, refill); },
-          py::arg("bases"), py::arg("epsilon") = 0.0, py::arg("refill") = py::none(), no_gil)
-      .def("wrote_around", &LowRankKernels::wrote_around, no_gil,
-           "In a trial: whether a kernel has written beside its partial sums.")
-      .def_property_readonly("launches", &LowRankKernels::launches, "Kernels launched up to now.")
-      .def_property_readonly("uploads", &LowRankKernels::uploads, "Tables sent to the device up to now.");
+          py::arg("bases"), py::arg("epsilon") = 0.0, py::arg("refill") = py::none(), no_gil);
 
-  py::class_<Block8Kernels>(m, "Block8Kernels",
-                            "Gradients as numbers of 8 bits, (gradient, first block); csrc/block8/kernels.h.")
+  py::class_<Block8Kernels, CallsKernels>(
+      m, "Block8Kernels", "Gradients as numbers of 8 bits, (gradient, first block); csrc/block8/kernels.h.")
       .def(py::init([](const std::string& number, int64_t block, c10::Device device, bool trial) {
              return make_block8_kernels(block8_of(number, block), device, purpose(trial));
            }),
@@ -237,11 +235,7 @@ void bind_kernels(py::module_& m) {
           [](Block8Kernels& kernels, const Blocked& gradients, const at::Tensor& wire) {
             return add_up(kernels.decode(blocked(gradients), wire));
           },
-          py::arg("gradients"), py::arg("wire"), no_gil)
-      .def("wrote_around", &Block8Kernels::wrote_around, no_gil,
-           "In a trial: whether a kernel has written beside its partial sums.")
-      .def_property_readonly("launches", &Block8Kernels::launches, "Kernels launched up to now.")
-      .def_property_readonly("uploads", &Block8Kernels::uploads, "Tables sent to the device up to now.");
+          py::arg("gradients"), py::arg("wire"), no_gil);
 
   // The tables that launchers make: for tests of the kernels that read them.
   m.def("pack_tables", &pack_tables, py::arg("gradients"), py::arg("views"), py::arg("chunk_elements"),

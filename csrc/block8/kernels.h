@@ -56,10 +56,8 @@ struct BlockedGradient {
 
 // All wires are uint8, [groups * group_bytes], contiguous, and begin at a multiple of 16 bytes. Errors are fp32, one for each
 // number of the wire: [groups * group_elements]; undefined: none. A call does all gradients of a bucket, or those that arrived.
-class Block8Kernels {
+class Block8Kernels : public CallsKernels {
  public:
-  virtual ~Block8Kernels() = default;
-
   // y = gradient * scale + before; wire = y as above; error = y - value, 0 in a block that is not finite. Writes only the blocks
   // of `gradients`; the maker of the wire zeroes the others once. `before`: the errors so far; it may be `error`.
   virtual void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& before, const at::Tensor& error,
@@ -72,11 +70,6 @@ class Block8Kernels {
 
   // gradient = value, rounded to its dtype. Returns the same as Kernels::measure() would for the gradients.
   virtual at::Tensor decode(const std::vector<BlockedGradient>& gradients, const at::Tensor& wire) = 0;
-
-  // As Kernels::launches(), uploads() and wrote_around().
-  virtual size_t launches() const { return 0; }
-  virtual size_t uploads() const { return 0; }
-  virtual bool wrote_around() const { return false; }
 };
 
 // The kernels that fit the device, as make_kernels().

@@ -1,4 +1,4 @@
-// The formats of 8 bits, as plain loops over one block, which compilers vectorise: note [Blocks of 8 bits], block8_kernels.h.
+// The formats of 8 bits, as plain loops over one block, which compilers vectorise: note [Blocks of 8 bits], kernels.h.
 #pragma once
 
 #include <algorithm>

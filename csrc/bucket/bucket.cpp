@@ -18,21 +18,6 @@ Bucket::Bucket(Layout layout, std::vector<at::Tensor> holders)
       holders_(std::move(holders)),
       marks_(this->layout.size()) {}
 
-void Bucket::reset() {
-  window.reset();
-  if (local_sums) local_sums->reset();
-}
-
-at::Tensor& Bucket::gradient(size_t member) {
-  auto& state = window[member];
-  return state.has_placeholder() ? state.placeholder->gradient : held(member);
-}
-
-const at::Tensor& Bucket::gradient(size_t member) const {
-  const auto& state = window[member];
-  return state.has_placeholder() ? state.placeholder->gradient : held(member);
-}
-
 at::Tensor Bucket::own_gradient(size_t member) const {
   return shard == nullptr ? held(member) : shard->own_gradient(member, held(member));
 }
@@ -47,16 +32,6 @@ at::Tensor& Bucket::gradient_to_write(size_t member) {
 void Bucket::become_sharded(std::shared_ptr<OwnShard> own, Grid grid) {
   shard = std::move(own);
   if (layout.set_grid(grid)) wire.drop();
-}
-
-void Bucket::set_wire_format(WireFormat format) {
-  const bool is_another = layout.set_format(format);
-  wire.set_home(layout.can_be_home());
-  if (is_another) wire.drop();
-}
-
-void Bucket::set_wire_tail(int64_t elements) {
-  if (layout.set_tail(elements)) wire.drop();
 }
 
 void Bucket::note_use_of_wire(const at::Tensor& wire) {
@@ -167,12 +142,6 @@ void Bucket::note_unexpected(size_t member, const at::Tensor& incoming) {
   if (!incoming.defined()) return void(unexpected = at::sub(held(member), state.placeholder->before));
   const auto gradient = incoming.to(layout.form().dtype_of(layout[member].like));
   unexpected = unexpected.defined() ? at::add(unexpected, gradient) : gradient;
-}
-
-at::Tensor Bucket::left_out(size_t member) const {
-  const auto& state = window[member];
-  if (!state.has_placeholder()) return {};
-  return state.placeholder->was_empty ? held(member) : state.placeholder->unexpected;
 }
 
 void Bucket::resolve_placeholder(size_t member, bool used) {

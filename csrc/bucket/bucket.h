@@ -51,23 +51,38 @@ class Bucket {
   const at::Tensor& held(size_t member) const { return holders_[member].grad(); }
   at::Tensor& held(size_t member) { return holders_[member].mutable_grad(); }
   // held(member), or the placeholder that travels in its place.
-  const at::Tensor& gradient(size_t member) const;
-  at::Tensor& gradient(size_t member);
+  const at::Tensor& gradient(size_t member) const {
+    const auto& state = window[member];
+    return state.has_placeholder() ? state.placeholder->gradient : held(member);
+  }
+  at::Tensor& gradient(size_t member) {
+    auto& state = window[member];
+    return state.has_placeholder() ? state.placeholder->gradient : held(member);
+  }
   // held(member), or the gradient of this rank's span of it.
   at::Tensor own_gradient(size_t member) const;
   // The gradient, for a codec or unpack to write. Makes memory where there is none, and gives autograd a new version.
   at::Tensor& gradient_to_write(size_t member);
 
   // Begins a window.
-  void reset();
+  void reset() {
+    window.reset();
+    if (local_sums) local_sums->reset();
+  }
 
   // Each rank gets the averages of its own spans only, from the next window on.
   void become_sharded(std::shared_ptr<OwnShard> own, Grid grid);
 
   // Sets the wire's format from the next window on. Gradients never live in a cast wire: they stay where autograd put them.
-  void set_wire_format(WireFormat format);
+  void set_wire_format(WireFormat format) {
+    const bool is_another = layout.set_format(format);
+    wire.set_home(layout.can_be_home());
+    if (is_another) wire.drop();
+  }
   // The same for the elements that follow the gradients (Layout::tail).
-  void set_wire_tail(int64_t elements);
+  void set_wire_tail(int64_t elements) {
+    if (layout.set_tail(elements)) wire.drop();
+  }
   // The current stream, a side stream, uses the memory of `wire`.
   void note_use_of_wire(const at::Tensor& wire);
 
@@ -103,7 +118,11 @@ class Bucket {
   // A gradient came nevertheless: autograd has added `incoming` to what the parameter had. Undefined: a layer has written it.
   void note_unexpected(size_t member, const at::Tensor& incoming);
   // The gradient that the placeholder leaves out; undefined: none.
-  at::Tensor left_out(size_t member) const;
+  at::Tensor left_out(size_t member) const {
+    const auto& state = window[member];
+    if (!state.has_placeholder()) return {};
+    return state.placeholder->was_empty ? held(member) : state.placeholder->unexpected;
+  }
   // Ends the placeholder. If anybody `used` the parameter, the gradient becomes what the exchange has made of the placeholder.
   void resolve_placeholder(size_t member, bool used);
   // If this bucket is sharded: if the member's gradient is a notice, takes it away, so that autograd can write a gradient.
@@ -136,7 +155,10 @@ class Bucket {
   // `slots` are about to be packed. Returns where their kernel leaves its sums, or null.
   LocalSums* sums_of_packed(const std::vector<Slot>& slots);
   // Averaged gradients are no longer what the exchange wrote.
-  void note_rewritten();
+  void note_rewritten() {
+    window.rewritten = true;
+    window.measured.clear();
+  }
   // `BucketWindow::measured`. If unpack has not seen all gradients, one kernel reads them from the wire, on the current stream.
   const std::vector<at::Tensor>& measure();
   // The same, read from each gradient instead of the wire.

@@ -74,13 +74,6 @@ void Buckets::set_measure_locally(bool measure) {
   }
 }
 
-void Buckets::move_in(const std::vector<size_t>& parameters) {
-  for (const auto parameter : parameters) {
-    const auto [bucket, member] = places_[parameter];
-    buckets_[bucket].move_in(member);
-  }
-}
-
 void Buckets::place_main_gradients() {
   if (!form_.in_main_grad) return;
   for (auto& bucket : buckets_) {
@@ -93,24 +86,6 @@ void Buckets::place_main_gradients() {
     if (has(parameter) || is_alone) continue;
     take_memory_of(gradient, empty_gradient(parameters_[parameter], gradient.scalar_type()).copy_(gradient));
   }
-}
-
-std::vector<at::Tensor> Buckets::main_gradients() const {
-  std::vector<at::Tensor> gradients;
-  for (const auto& holder : holders_) gradients.push_back(holder.grad());
-  return gradients;
-}
-
-void Buckets::add_to_main(size_t parameter) {
-  if (!has(parameter)) return;
-  const auto [bucket, member] = places_[parameter];
-  buckets_[bucket].add_to_main(member);
-}
-
-void Buckets::settle(size_t parameter, bool exclusive) {
-  if (!has(parameter)) return;
-  const auto [bucket, member] = places_[parameter];
-  buckets_[bucket].settle(member, exclusive);
 }
 
 void Buckets::become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
@@ -127,33 +102,6 @@ void Buckets::become_sharded(const Sharding* sharding, const std::vector<std::ve
     bucket.become_sharded(std::make_shared<OwnShard>(*sharding, index, holders.at(index), std::move(of_members)),
                           sharding->grid());
   }
-}
-
-void Buckets::take_notice(size_t parameter) {
-  if (!has(parameter)) return;
-  const auto [bucket, member] = places_[parameter];
-  buckets_[bucket].take_notice(member);
-}
-
-void Buckets::mark(size_t parameter) {
-  if (!has(parameter)) return;
-  const auto [bucket, member] = places_[parameter];
-  buckets_[bucket].mark(member);
-}
-
-bool Buckets::still_holds(size_t parameter) const {
-  if (!has(parameter)) return gradient(parameter).defined();
-  const auto [bucket, member] = places_[parameter];
-  return buckets_[bucket].still_holds(member);
-}
-
-void Buckets::reset() {
-  for (const auto& [device, rows] : measured_rows_) rows->reset();
-  for (auto& bucket : buckets_) bucket.reset();
-}
-
-bool Buckets::is_sparse(size_t parameter) const {
-  return std::ranges::find(sparse_, parameter) != sparse_.end();
 }
 
 std::string Buckets::describe(size_t parameter) const {

@@ -1,6 +1,7 @@
 // The buckets of a plan, and where in them each parameter's gradient is.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
@@ -26,29 +27,42 @@ class Buckets {
   // parameters whose gradients lived in wires that are now gone, for move_in().
   std::vector<size_t> replace(Plan plan, const std::function<bool(size_t)>& may_be_missing);
   // Moves gradients into the wires of the current buckets.
-  void move_in(const std::vector<size_t>& parameters);
+  void move_in(const std::vector<size_t>& parameters) {
+    for (const auto parameter : parameters) tell(parameter, &Bucket::move_in);
+  }
 
   // Moves main gradients into the wires; to be called whenever wires are new. Note [Main gradients], gradient_memory.h.
   void place_main_gradients();
   // By parameter.
-  std::vector<at::Tensor> main_gradients() const;
+  std::vector<at::Tensor> main_gradients() const {
+    std::vector<at::Tensor> gradients;
+    for (const auto& holder : holders_) gradients.push_back(holder.grad());
+    return gradients;
+  }
   // Adds what autograd has left in `parameter.grad` to the main gradient. If the parameter is in no bucket, leaves it there.
-  void add_to_main(size_t parameter);
+  void add_to_main(size_t parameter) { tell(parameter, &Bucket::add_to_main); }
   // A microbatch has brought a gradient that does not travel yet.
-  void settle(size_t parameter, bool exclusive);
+  void settle(size_t parameter, bool exclusive) { tell(parameter, &Bucket::settle, exclusive); }
 
   // From the next window on, each rank gets the averages of its own spans only. `holders`: by bucket and span of this rank, the
   // optimizer's tensors; `notices`: by parameter. Note [Sharded gradients], own_shard.h. Null: this rank gets all averages.
   void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
                       const std::vector<at::Tensor>& notices);
   bool are_sharded() const { return are_sharded_; }
-  void take_notice(size_t parameter);
+  void take_notice(size_t parameter) { tell(parameter, &Bucket::take_notice); }
   // Note [What a gradient still holds], gradient_mark.h. In no bucket: there is no mark.
-  void mark(size_t parameter);
-  bool still_holds(size_t parameter) const;
+  void mark(size_t parameter) { tell(parameter, &Bucket::mark); }
+  bool still_holds(size_t parameter) const {
+    if (!has(parameter)) return gradient(parameter).defined();
+    const auto [bucket, member] = places_[parameter];
+    return buckets_[bucket].still_holds(member);
+  }
 
   // Begins a window.
-  void reset();
+  void reset() {
+    for (const auto& [device, rows] : measured_rows_) rows->reset();
+    for (auto& bucket : buckets_) bucket.reset();
+  }
 
   // Note [Local sums], pack/local_sums.h: from the next window on.
   void set_measure_locally(bool measure);
@@ -80,7 +94,7 @@ class Buckets {
   // Names the parameter in errors.
   std::string describe(size_t parameter) const;
   const std::vector<size_t>& sparse() const { return sparse_; }
-  bool is_sparse(size_t parameter) const;
+  bool is_sparse(size_t parameter) const { return std::ranges::find(sparse_, parameter) != sparse_.end(); }
   const GradientForm& form() const { return form_; }
   // The first parameter's device. Work that belongs to no bucket runs there.
   c10::Device device() const { return parameters_.front().device(); }
@@ -89,6 +103,11 @@ class Buckets {
   Bucket make_another(size_t beyond, size_t count, const std::vector<size_t>& members) const;
 
  private:
+  // Calls this function of the parameter's bucket, if it has one.
+  template <typename... Arguments>
+  void tell(size_t parameter, void (Bucket::*function)(size_t, Arguments...), Arguments... arguments) {
+    if (has(parameter)) (buckets_[place(parameter).bucket].*function)(place(parameter).member, arguments...);
+  }
   Bucket make(size_t index, size_t count, const std::vector<size_t>& members, GradientForm form) const;
 
   const std::vector<at::Tensor> parameters_;

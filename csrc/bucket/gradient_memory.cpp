@@ -18,11 +18,6 @@ at::Tensor view_of(const at::Tensor& wire, const at::Tensor& parameter, size_t w
   return flat.narrow(0, offset, parameter.numel()).view(parameter.sizes());
 }
 
-c10::ScalarType GradientForm::dtype_of(const at::Tensor& parameter) const {
-  const auto own = parameter.scalar_type();
-  return at::isReducedFloatingType(own) ? of_16_bits.value_or(own) : own;
-}
-
 at::Tensor empty_gradient(const at::Tensor& parameter, c10::ScalarType dtype) {
   const auto options = parameter.options().requires_grad(false).dtype(dtype);
   return parameter.is_non_overlapping_and_dense() ? at::empty_strided(parameter.sizes(), parameter.strides(), options)

@@ -24,7 +24,10 @@ struct GradientForm {
   bool in_main_grad = false;
   bool lends_wires = false;  // note [Lent wires], wire.h
 
-  c10::ScalarType dtype_of(const at::Tensor& parameter) const;
+  c10::ScalarType dtype_of(const at::Tensor& parameter) const {
+    const auto own = parameter.scalar_type();
+    return at::isReducedFloatingType(own) ? of_16_bits.value_or(own) : own;
+  }
 };
 
 // The parameter's elements in `wire`, from the wire's element `offset` on, in the layout that autograd gives the gradient: the

@@ -14,29 +14,6 @@ Layout::Layout(size_t index, size_t count, std::vector<Member> members, Gradient
   place_members();
 }
 
-std::vector<size_t> Layout::parameters() const {
-  std::vector<size_t> numbers;
-  for (const auto& member : members_) numbers.push_back(member.span.parameter);
-  return numbers;
-}
-
-c10::ScalarType Layout::gradient_dtype() const {
-  return c10::toRealValueType(form_.dtype_of(members_.front().like));
-}
-
-int64_t Layout::numbers() const {
-  return std::accumulate(lengths_.begin(), lengths_.end(), int64_t{0});
-}
-
-int64_t Layout::extent() const {
-  return static_cast<int64_t>(offsets_.back() + lengths_.back());
-}
-
-int64_t Layout::wire_length() const {
-  const auto unit = std::lcm(format_.unit, grid_.wire);
-  return (extent() + tail_ + unit - 1) / unit * unit;
-}
-
 bool Layout::set_format(WireFormat format) {
   if (format_ == format) return false;
   format_ = format;
@@ -51,10 +28,6 @@ bool Layout::set_grid(Grid grid) {
   return true;
 }
 
-bool Layout::set_tail(int64_t tail) {
-  return std::exchange(tail_, tail) != tail;
-}
-
 // Note [Aligned members]
 void Layout::place_members() {
   const auto unit = static_cast<size_t>(std::lcm(format_.apart, grid_.member));
@@ -63,10 +36,6 @@ void Layout::place_members() {
     offsets_[member] = offset;
     offset = (offset + lengths_[member] + unit - 1) / unit * unit;
   }
-}
-
-at::TensorOptions Layout::wire_options() const {
-  return at::TensorOptions().dtype(format_.dtype).device(device());
 }
 
 at::Tensor Layout::empty_wire() const {
@@ -79,11 +48,6 @@ void Layout::zero_gaps(const at::Tensor& wire) const {
     const auto next = member + 1 == size() ? wire.numel() : offset(member + 1);
     if (next > end) wire.narrow(0, end, next - end).zero_();
   }
-}
-
-void Layout::fill(const at::Tensor& wire, double value) const {
-  wire.fill_(value);
-  zero_gaps(wire);
 }
 
 at::Tensor Layout::view(const at::Tensor& wire, size_t member) const {

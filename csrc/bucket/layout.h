@@ -3,7 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bucket/gradient_memory.h"
@@ -60,11 +62,15 @@ class Layout {
   size_t size() const { return members_.size(); }
   const Member& operator[](size_t member) const { return members_[member]; }
   size_t parameter(size_t member) const { return members_[member].span.parameter; }
-  std::vector<size_t> parameters() const;
+  std::vector<size_t> parameters() const {
+    std::vector<size_t> numbers;
+    for (const auto& member : members_) numbers.push_back(member.span.parameter);
+    return numbers;
+  }
 
   c10::Device device() const { return members_.front().like.device(); }
   // A real dtype, the same for all members.
-  c10::ScalarType gradient_dtype() const;
+  c10::ScalarType gradient_dtype() const { return c10::toRealValueType(form_.dtype_of(members_.front().like)); }
 
   // Where each member begins in the wire, and its length there, in numbers. A complex element is two numbers.
   const std::vector<size_t>& offsets() const { return offsets_; }
@@ -72,10 +78,13 @@ class Layout {
   int64_t offset(size_t member) const { return static_cast<int64_t>(offsets_[member]); }
   int64_t length(size_t member) const { return static_cast<int64_t>(lengths_[member]); }
   // The numbers of all gradients, without gaps and padding.
-  int64_t numbers() const;
+  int64_t numbers() const { return std::accumulate(lengths_.begin(), lengths_.end(), int64_t{0}); }
   // extent(): the numbers up to the end of the last member. wire_length(): with the padding after it.
-  int64_t extent() const;
-  int64_t wire_length() const;
+  int64_t extent() const { return static_cast<int64_t>(offsets_.back() + lengths_.back()); }
+  int64_t wire_length() const {
+    const auto unit = std::lcm(format_.unit, grid_.wire);
+    return (extent() + tail_ + unit - 1) / unit * unit;
+  }
 
   const WireFormat& format() const { return format_; }
   // Returns whether the format has changed.
@@ -85,15 +94,18 @@ class Layout {
   // Whether gradients may live in a wire of this format, unless the wire is told otherwise.
   bool can_be_home() const { return format_.dtype == gradient_dtype(); }
 
-  at::TensorOptions wire_options() const;
+  at::TensorOptions wire_options() const { return at::TensorOptions().dtype(format_.dtype).device(device()); }
   // Not initialised.
   at::Tensor empty_wire() const;
   void zero_gaps(const at::Tensor& wire) const;
   // The wire's last elements are for what is no gradient: `tail` of them. Returns whether that has changed.
-  bool set_tail(int64_t tail);
+  bool set_tail(int64_t tail) { return std::exchange(tail_, tail) != tail; }
   at::Tensor tail(const at::Tensor& wire) const { return wire.narrow(0, wire.numel() - tail_, tail_); }
   // Writes `value` in place of every gradient, and zeros to the gaps.
-  void fill(const at::Tensor& wire, double value) const;
+  void fill(const at::Tensor& wire, double value) const {
+    wire.fill_(value);
+    zero_gaps(wire);
+  }
   // The member's part of a tensor laid out like the wire.
   at::Tensor view(const at::Tensor& wire, size_t member) const;
   // Fresh memory for a gradient.

@@ -35,11 +35,6 @@ void Bucket::measure_local() {
   measure_local(all);
 }
 
-void Bucket::note_rewritten() {
-  window.rewritten = true;
-  window.measured.clear();
-}
-
 const std::vector<at::Tensor>& Bucket::measure() {
   if (!wire.exists()) return measure_gradients();  // note [Lent wires]
   if (window.measured.empty()) window.measured = {kernels->measure(wire.tensor())};

@@ -109,10 +109,6 @@ Grid Sharding::grid() const {
   return {units_->member, static_cast<int64_t>(ranks_) * units_->run};
 }
 
-bool Sharding::fit(const std::vector<Bucket>& buckets) const {
-  return std::ranges::equal(buckets, plan_, {}, [](const auto& bucket) { return bucket.layout.parameters(); });
-}
-
 std::vector<at::Tensor> Sharding::cut(const at::Tensor& wire, size_t bucket) const {
   const auto scaled = [&](int64_t place) { return place * wire.numel() / length(bucket); };
   std::vector<at::Tensor> parts;
@@ -120,18 +116,6 @@ std::vector<at::Tensor> Sharding::cut(const at::Tensor& wire, size_t bucket) con
     parts.push_back(wire.narrow(0, scaled(run.begin), scaled(run.end) - scaled(run.begin)));
   }
   return parts;
-}
-
-std::vector<Span> Sharding::spans(size_t bucket) const {
-  std::vector<Span> spans;
-  for (const auto& member : members_[bucket]) spans.push_back(member.span);
-  return spans;
-}
-
-std::vector<Span> Sharding::spans() const {
-  std::vector<Span> all;
-  for (size_t bucket = 0; bucket < plan_.size(); ++bucket) std::ranges::copy(spans(bucket), std::back_inserter(all));
-  return all;
 }
 
 Bucket Sharding::make_bucket(size_t index, std::vector<at::Tensor> holders) const {

@@ -46,7 +46,9 @@ class Sharding {
   // The grid that it must have for an optimizer.
   Grid grid() const;
   // Whether the runs were made for these buckets.
-  bool fit(const std::vector<Bucket>& buckets) const;
+  bool fit(const std::vector<Bucket>& buckets) const {
+    return std::ranges::equal(buckets, plan_, {}, [](const auto& bucket) { return bucket.layout.parameters(); });
+  }
   // By rank of the node.
   const std::vector<Run>& runs(size_t bucket) const { return runs_[bucket]; }
   // A bucket's, as in the plan.
@@ -62,8 +64,16 @@ class Sharding {
   // A bucket's runs in a wire, by rank. The wire may have elements of another kind, as bytes of blocks.
   std::vector<at::Tensor> cut(const at::Tensor& wire, size_t bucket) const;
   // This rank's spans, of one bucket or of all.
-  std::vector<Span> spans(size_t bucket) const;
-  std::vector<Span> spans() const;
+  std::vector<Span> spans(size_t bucket) const {
+    std::vector<Span> spans;
+    for (const auto& member : members_[bucket]) spans.push_back(member.span);
+    return spans;
+  }
+  std::vector<Span> spans() const {
+    std::vector<Span> all;
+    for (size_t bucket = 0; bucket < plan_.size(); ++bucket) std::ranges::copy(spans(bucket), std::back_inserter(all));
+    return all;
+  }
   // This rank's run as a bucket. Its gradients are those of `holders`, by span; none: of empty tensors.
   Bucket make_bucket(size_t index, std::vector<at::Tensor> holders = {}) const;
 

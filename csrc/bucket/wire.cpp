@@ -16,11 +16,6 @@ void Wire::make_another(const Layout& layout) {
   set(layout, wire);
 }
 
-void Wire::become(const Layout& layout, const at::Tensor& wire) {
-  set(layout, wire);
-  is_part_ = true;
-}
-
 void Wire::set(const Layout& layout, const at::Tensor& wire) {
   drop();
   tensor_ = wire;

@@ -39,7 +39,10 @@ class Wire {
   // Makes a wire from the allocator. The one before is left to whoever holds it.
   void make_another(const Layout& layout);
   // Takes `wire`, in which gaps are zero: a part of another wire, which knows who holds it.
-  void become(const Layout& layout, const at::Tensor& wire);
+  void become(const Layout& layout, const at::Tensor& wire) {
+    set(layout, wire);
+    is_part_ = true;
+  }
   // Gives its memory back; gradients that live there keep it.
   void drop() {
     tensor_.reset();

@@ -5,10 +5,10 @@
 #include <optional>
 #include <vector>
 
+#include "block8/kernels.h"
 #include "bucket/bucket.h"
 #include "bucket/sharding.h"
 #include "codec/adder.h"
-#include "block8/kernels.h"
 #include "low_rank/kernels.h"
 
 namespace fastddp {

@@ -21,14 +21,4 @@ at::Tensor FlatGradients::of(Bucket& bucket, size_t member, c10::ScalarType dtyp
   return flat;
 }
 
-void FlatGradients::write_back() const {
-  for (const auto& [gradient, copy] : copies_) gradient.copy_(copy);
-}
-
-std::vector<at::Tensor> FlatGradients::copies() const {
-  std::vector<at::Tensor> tensors;
-  for (const auto& copy : copies_) tensors.push_back(copy.copy);
-  return tensors;
-}
-
 }  // namespace fastddp

@@ -16,10 +16,16 @@ class FlatGradients {
   at::Tensor of(Bucket& bucket, size_t member, c10::ScalarType dtype);
 
   // Writes the copies to their gradients.
-  void write_back() const;
+  void write_back() const {
+    for (const auto& [gradient, copy] : copies_) gradient.copy_(copy);
+  }
 
   // The copies, which a side stream uses as well as the gradients.
-  std::vector<at::Tensor> copies() const;
+  std::vector<at::Tensor> copies() const {
+    std::vector<at::Tensor> tensors;
+    for (const auto& copy : copies_) tensors.push_back(copy.copy);
+    return tensors;
+  }
 
   void let_go() { copies_.clear(); }
 

@@ -115,12 +115,6 @@ std::vector<at::Tensor> LowRankParts::used_by_the_side_stream() const {
   return tensors;
 }
 
-void LowRankParts::let_gradients_go() {
-  flat.let_go();
-  if (is_batched) return;
-  for (auto& matrix : matrices) matrix.gradient.reset();
-}
-
 // ---------------------------------------------------------------------- note [What is remembered for good], codec.h
 
 void LowRankParts::keep_q(const std::vector<size_t>& which) {
@@ -158,10 +152,6 @@ void LowRankParts::keep_errors(const Bucket& bucket, const std::vector<size_t>& 
     }
   }
   if (!kept.empty()) at::_foreach_copy_(kept, now);
-}
-
-void LowRankParts::step_begins() {
-  for (auto& kept : before_step_) kept.has_error = kept.has_q = false;
 }
 
 void LowRankParts::undo(const at::Tensor& only_if) {

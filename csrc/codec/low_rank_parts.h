@@ -33,12 +33,18 @@ struct LowRankParts {
   // The window is about to write all of their memory, too. Afterwards `before` of each has its error: note [Errors change
   // places], kept.h.
   void keep_errors(const Bucket& bucket, const std::vector<size_t>& which);
-  void step_begins();
+  void step_begins() {
+    for (auto& kept : before_step_) kept.has_error = kept.has_q = false;
+  }
   // Undoes what the step has changed; `only_if` as in Codec::undo().
   void undo(const at::Tensor& only_if);
   // The result for `member` will be dropped: its error is what it was before this window.
   void discard(const Bucket& bucket, size_t member);
-  void let_gradients_go();
+  void let_gradients_go() {
+    flat.let_go();
+    if (is_batched) return;
+    for (auto& matrix : matrices) matrix.gradient.reset();
+  }
 
   // For project(): the matrices, with Q where it is written to.
   std::vector<LowRankMatrix> projections() const;

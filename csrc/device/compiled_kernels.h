@@ -86,6 +86,17 @@ void launch_or_else(std::initializer_list<const LoadedKernel*> kernels, const La
   operators();
 }
 
+// What each of the objects that call kernels tells of itself.
+class CallsKernels {
+ public:
+  virtual ~CallsKernels() = default;
+  // How many kernels it has launched, and how many tables it has sent to the device, so far.
+  virtual size_t launches() const { return 0; }
+  virtual size_t uploads() const { return 0; }
+  // In a trial: whether a kernel has written beside what it was given. The host waits for the device.
+  virtual bool wrote_around() const { return false; }
+};
+
 // The dtype as names of kernels have it: "fp32".
 const char* triton_name(c10::ScalarType dtype);
 

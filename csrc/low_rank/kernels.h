@@ -32,10 +32,8 @@ struct Basis {
 };
 
 // One call does all matrices of a bucket. Elements are read and written once: M costs 28 bytes an element in all.
-class LowRankKernels {
+class LowRankKernels : public CallsKernels {
  public:
-  virtual ~LowRankKernels() = default;
-
   // memory = M = before + gradient, p = scale * M q^T.
   virtual void compress(const std::vector<LowRankMatrix>& matrices, double scale) = 0;
 
@@ -51,11 +49,6 @@ class LowRankKernels {
   // share of a product vanishes. With `refill`, a seed, a vector that is dependent or not finite is replaced by a
   // pseudo-random one, the same on all ranks, so that it can grow again.
   virtual void orthogonalise(const std::vector<Basis>& bases, double epsilon, std::optional<uint64_t> refill) = 0;
-
-  // As Kernels::launches(), uploads() and wrote_around().
-  virtual size_t launches() const { return 0; }
-  virtual size_t uploads() const { return 0; }
-  virtual bool wrote_around() const { return false; }
 };
 
 constexpr const char* kNoGradient = "fastddp: no gradient to reconstruct into";

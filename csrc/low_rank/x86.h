@@ -1,4 +1,4 @@
-// The vector loops of low_rank_kernels_cpu.cpp for x86-64 with AVX2, FMA and F16C, chosen at run time. Each loop does the columns
+// The vector loops of kernels_cpu.cpp for x86-64 with AVX2, FMA and F16C, chosen at run time. Each loop does the columns
 // that fill whole vectors and leaves the rest to its caller.
 #pragma once
 

@@ -28,11 +28,6 @@ void DeviceProgress::arrived(size_t bucket, c10::Device device, bool of_paramete
   if (of != entries_.rend() && !of->arrived) of->arrived = std::move(moment);
 }
 
-void DeviceProgress::forget() {
-  const std::lock_guard lock(mutex_);
-  entries_.clear();
-}
-
 // Leaves out buckets that the host has not finished: the host itself reports those.
 std::optional<DeviceWait> DeviceProgress::first_wait() const {
   const std::lock_guard lock(mutex_);
@@ -45,10 +40,6 @@ std::optional<DeviceWait> DeviceProgress::first_wait() const {
     }
   }
   return std::nullopt;
-}
-
-void DeviceProgress::look() {
-  progress_->device_waits(first_wait());
 }
 
 }  // namespace fastddp

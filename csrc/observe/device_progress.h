@@ -27,10 +27,13 @@ class DeviceProgress {
   // `of_parameters`: not of its gradients.
   void started(size_t bucket, c10::Device device, bool of_parameters = false);
   void arrived(size_t bucket, c10::Device device, bool of_parameters = false);
-  void forget();
+  void forget() {
+    const std::lock_guard lock(mutex_);
+    entries_.clear();
+  }
 
   // For any thread: asks the devices, and writes what they wait for to the page of progress.
-  void look();
+  void look() { progress_->device_waits(first_wait()); }
 
  private:
   struct Entry {

@@ -140,10 +140,6 @@ void Progress::bucket_ready(size_t bucket) {
   if (bucket < page_->capacity) page_->buckets[bucket].ready = now();
 }
 
-void Progress::bucket_starts(const Sequences& sequences) {
-  before_ = sequences;
-}
-
 void Progress::bucket_started(size_t bucket, std::optional<uint64_t> sequence, const Sequences& sequences) {
   auto& live = page_->live;
   put(live.tick, bucket + 1);

@@ -36,7 +36,7 @@ class Progress {
   // How many collectives each lane has begun, where its backend counts them.
   static constexpr size_t kLanes = Snapshot::kLanes;
   using Sequences = std::array<std::optional<uint64_t>, kLanes>;
-  void bucket_starts(const Sequences& sequences);
+  void bucket_starts(const Sequences& sequences) { before_ = sequences; }
   void bucket_started(size_t bucket, std::optional<uint64_t> sequence, const Sequences& sequences);
   void bucket_arrived(size_t bucket);
   // For the thread that watches (device_progress.h).

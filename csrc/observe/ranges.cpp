@@ -105,10 +105,6 @@ Range::~Range() {
   if (nvtx_) pop();
 }
 
-bool Range::is_heard() const {
-  return nvtx_ || record_.isActive();
-}
-
 void Range::begin(const char* what, const std::string& keys) {
   begin(named(what) + keys);
 }

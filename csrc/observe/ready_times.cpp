@@ -28,15 +28,6 @@ void ReadyTimes::begin_window() {
   for (const auto& device : devices_) window_->begins.push_back(Moment::now(device));
 }
 
-void ReadyTimes::note(size_t parameter) {
-  if (window_) window_->ready[parameter] = Moment::now(devices_[device_of_[parameter]]);
-}
-
-void ReadyTimes::end_window() {
-  if (!window_) return;
-  ended_.push_back(*std::exchange(window_, std::nullopt));
-}
-
 std::vector<std::vector<double>> ReadyTimes::seconds() const {
   std::vector<std::vector<double>> windows;
   for (const auto& window : ended_) {

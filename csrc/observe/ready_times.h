@@ -18,9 +18,14 @@ class ReadyTimes {
   // A forward that opens a window begins. An earlier window that did not end well is forgotten.
   void begin_window();
   // A parameter's gradient is final. The last call counts.
-  void note(size_t parameter);
+  void note(size_t parameter) {
+    if (window_) window_->ready[parameter] = Moment::now(devices_[device_of_[parameter]]);
+  }
   // The window has ended well.
-  void end_window();
+  void end_window() {
+    if (!window_) return;
+    ended_.push_back(*std::exchange(window_, std::nullopt));
+  }
 
   // For each window, by parameter: seconds from the beginning of its forward; NaN if no gradient came. The host waits for the
   // device.

@@ -66,10 +66,6 @@ double SampledStep::gathered_until(double moment) const {
   return gathered;
 }
 
-void StepSampler::mark(std::optional<Moment> SampledStep::* moment) {
-  if (current_) (*current_).*moment = Moment::now(current_->device_);
-}
-
 // Events that are recorded in a capture belong to the graph, and have no times.
 void StepSampler::step_begins(c10::Device device, size_t window) {
   const bool is_captured = (ended_ || is_due(window)) && is_capturing(device);
@@ -134,35 +130,6 @@ void StepSampler::follows(Doing doing) {
     default:
       return;
   }
-}
-
-Phase StepSampler::phase() const {
-  const auto* const step = open();
-  return step == nullptr ? Phase::waiting : step->phases_.back().phase;
-}
-
-void StepSampler::blocked(std::chrono::steady_clock::duration time) {
-  if (auto* const step = open()) step->waited_[static_cast<size_t>(phase())] += time;
-  if (current_ && !current_->computed_) current_->blocked_ += time;
-}
-
-void StepSampler::computed() {
-  mark(&SampledStep::computed_);
-  enters(Phase::waiting);
-}
-
-void StepSampler::rest_begins() {
-  mark(&SampledStep::rest_start_);
-}
-
-void StepSampler::rest_ends() {
-  mark(&SampledStep::rest_end_);
-}
-
-void StepSampler::window_ends() {
-  if (!current_) return;
-  mark(&SampledStep::end_);
-  ended_ = std::move(current_);
 }
 
 }  // namespace fastddp

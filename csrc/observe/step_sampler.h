@@ -109,13 +109,26 @@ class StepSampler {
   void enters(Phase phase);
   // The rank does something else now.
   void follows(Doing doing);
-  Phase phase() const;
+  Phase phase() const {
+    const auto* const step = open();
+    return step == nullptr ? Phase::waiting : step->phases_.back().phase;
+  }
   // In the current phase a thread waited for collectives.
-  void blocked(std::chrono::steady_clock::duration time);
-  void computed();
-  void rest_begins();
-  void rest_ends();
-  void window_ends();
+  void blocked(std::chrono::steady_clock::duration time) {
+    if (auto* const step = open()) step->waited_[static_cast<size_t>(phase())] += time;
+    if (current_ && !current_->computed_) current_->blocked_ += time;
+  }
+  void computed() {
+    mark(&SampledStep::computed_);
+    enters(Phase::waiting);
+  }
+  void rest_begins() { mark(&SampledStep::rest_start_); }
+  void rest_ends() { mark(&SampledStep::rest_end_); }
+  void window_ends() {
+    if (!current_) return;
+    mark(&SampledStep::end_);
+    ended_ = std::move(current_);
+  }
   void window_failed() { current_.reset(); }
 
   // The buckets are replaced.
@@ -134,7 +147,9 @@ class StepSampler {
   // The step whose phases are noted; null: none.
   SampledStep* open() const { return current_ ? current_.get() : ended_.get(); }
 
-  void mark(std::optional<Moment> SampledStep::* moment);
+  void mark(std::optional<Moment> SampledStep::* moment) {
+    if (current_) (*current_).*moment = Moment::now(current_->device_);
+  }
 
   size_t every_ = 0;
   size_t first_ = 0;

@@ -105,16 +105,6 @@ Words TableWords::chunks(int64_t chunk_elements) const {
   return words;
 }
 
-Words TableWords::chunk_counts(int64_t chunk_elements) const {
-  Words counts;
-  for (const auto& row : rows_) counts.push_back((row.count + chunk_elements - 1) / chunk_elements);
-  return counts;
-}
-
-c10::ScalarType TableWords::gradient_dtype() const {
-  return gradient_dtype_ == c10::ScalarType::Undefined ? wire_dtype_ : gradient_dtype_;
-}
-
 AddressTable::Tables AddressTable::refresh(const TableWords& words, int64_t chunk_elements) {
   constexpr int64_t chunk_words = 4;
   const auto& addresses = addresses_.refresh(words.addresses());

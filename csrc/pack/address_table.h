@@ -24,13 +24,19 @@ class TableWords {
   Words addresses() const;
   Words chunks(int64_t chunk_elements) const;
   // How many chunks each slot has. Slots without elements are left out.
-  Words chunk_counts(int64_t chunk_elements) const;
+  Words chunk_counts(int64_t chunk_elements) const {
+    Words counts;
+    for (const auto& row : rows_) counts.push_back((row.count + chunk_elements - 1) / chunk_elements);
+    return counts;
+  }
   // Equal for two sets of slots exactly if their chunks are equal.
   Words places() const;
 
   bool empty() const { return rows_.empty(); }
   // The gradients' dtype; the wire's, if all gradients are undefined.
-  c10::ScalarType gradient_dtype() const;
+  c10::ScalarType gradient_dtype() const {
+    return gradient_dtype_ == c10::ScalarType::Undefined ? wire_dtype_ : gradient_dtype_;
+  }
   c10::ScalarType wire_dtype() const { return wire_dtype_; }
 
  private:

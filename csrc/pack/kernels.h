@@ -25,10 +25,8 @@ void measure_with_operators(const std::vector<Slot>& slots, LocalSums& sums);
 constexpr size_t kPartBytes = 4 << 20;
 
 // Moves the gradients of one bucket. There is one object a bucket: on a GPU it remembers the tables on the device.
-class Kernels {
+class Kernels : public CallsKernels {
  public:
-  virtual ~Kernels() = default;
-
   // view = cast(gradient * scale) for every slot, zeros where the gradient is undefined. fp16 and bf16 are scaled in fp32. A
   // gradient that is its own view is scaled in place. The views of one call lie in one wire. `call`: how many calls of the same
   // window came before; each call has its own slots. `sums`: note [Local sums]; gets the sums of the gradients before
@@ -54,12 +52,6 @@ class Kernels {
   // GPU, gradients that move into the wire would also lie beside it until their bucket is complete: one bucket more than torch's
   // DDP takes. So gradients that have come are packed together as soon as they make kPartBytes.
   virtual bool pack_on_arrival() const { return false; }
-
-  // How many kernels this object has launched, and how many tables it has sent to the device, so far.
-  virtual size_t launches() const { return 0; }
-  virtual size_t uploads() const { return 0; }
-  // In a trial: whether a kernel has written beside the rows of what it measures. The host waits for the device.
-  virtual bool wrote_around() const { return false; }
 };
 
 // The kernels that fit the device: the first or second below, or torch's operators where neither can run.

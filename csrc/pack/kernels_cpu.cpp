@@ -134,15 +134,6 @@ using MeasureFn = Measured (*)(const void*, int64_t);
 MeasureFn measure_of(c10::ScalarType dtype) {
   return for_dtype(dtype, [](auto number) -> MeasureFn {
     return [](const void* source, int64_t count) {
-      return measure_values(static_cast<const decltype(number)*>(source), count);
-    };
-  });
-}
-
-// The same, and right where squares do not fit in fp32.
-MeasureFn measure_block_of(c10::ScalarType dtype) {
-  return for_dtype(dtype, [](auto number) -> MeasureFn {
-    return [](const void* source, int64_t count) {
       return measure_block(static_cast<const decltype(number)*>(source), count);
     };
   });
@@ -175,14 +166,9 @@ class Runs {
 
   void add_zeros(const at::Tensor& destination) { append(nullptr, nullptr, destination, 0); }
 
-  void add_to_measure(const at::Tensor& source) {
-    append(nullptr, static_cast<const char*>(source.const_data_ptr()), source, source.element_size());
-    runs_.back().measure = measure_of(source.scalar_type());
-  }
-
-  // For measure(sums). False if the gradient is not flat.
-  bool add_gradient(const at::Tensor& gradient, size_t member) {
-    const auto measure = measure_block_of(gradient.scalar_type());
+  // To be measured. False if it is not flat.
+  bool add_gradient(const at::Tensor& gradient, size_t member = 0) {
+    const auto measure = measure_of(gradient.scalar_type());
     if (measure == nullptr || !gradient.is_non_overlapping_and_dense()) return false;
     append(nullptr, static_cast<const char*>(gradient.const_data_ptr()), gradient, gradient.element_size());
     runs_.back().measure = measure;
@@ -339,7 +325,7 @@ class CpuKernels : public Kernels {
 
   at::Tensor measure(const at::Tensor& wire) override {
     Runs runs;
-    runs.add_to_measure(wire);
+    runs.add_gradient(wire);
     return as_tensor(runs.execute_and_measure(1.0));
   }
 

@@ -37,11 +37,6 @@ LocalSums::LocalSums(std::vector<size_t> lengths, std::shared_ptr<MeasuredRows> 
   rows_->make_room(all);
 }
 
-void LocalSums::reset() {
-  std::ranges::fill(on_host_, Measured{});
-  taken_.clear();
-}
-
 at::Tensor LocalSums::take_rows(const std::vector<std::pair<size_t, int64_t>>& of_members) {
   int64_t count = 0;
   for (const auto& [member, rows] : of_members) count += rows;

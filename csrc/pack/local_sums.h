@@ -48,7 +48,10 @@ class LocalSums {
   LocalSums(std::vector<size_t> lengths, std::shared_ptr<MeasuredRows> rows);
 
   // Begins a window.
-  void reset();
+  void reset() {
+    std::ranges::fill(on_host_, Measured{});
+    taken_.clear();
+  }
 
   // Adds what a kernel on the host has measured.
   void add(size_t member, const Measured& part) { on_host_[member] += part; }

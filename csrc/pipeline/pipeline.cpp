@@ -88,10 +88,6 @@ void Pipeline::on_gradient(Bucket& bucket, size_t member) {
   codec_->on_gradient(bucket, member, scale_before(0, bucket));
 }
 
-void Pipeline::check_fits() const {
-  TORCH_CHECK(fits_, "fastddp: how gradients travel was chosen for other buckets");
-}
-
 void Pipeline::tick(size_t tick) {
   check_fits();
   in_window_ = true;
@@ -161,10 +157,6 @@ void Pipeline::for_later_rounds(Stretch& stretch, size_t tick, const Function& f
 
 // ------------------------------------------------------------------------------ note [Room for the status], exchange.h
 
-std::optional<size_t> Pipeline::status_tick() const {
-  return with_status_ == nullptr ? std::nullopt : std::optional(with_status_->tick);
-}
-
 void Pipeline::write_status(Message& message, const std::vector<at::Tensor>& wires) {
   if (&message != with_status_) return;
   auto& bucket = message.last_bucket();
@@ -183,10 +175,6 @@ Exchange::Status Pipeline::take_status() {
 }
 
 // --------------------------------------------------------------------------------------------------------------- a tick
-
-double Pipeline::scale_before(size_t leg, Bucket& bucket) const {
-  return transports_[leg]->scale_before(dtype_of(leg, bucket));
-}
 
 void Pipeline::tick(Stretch& stretch, size_t tick) {
   begin(stretch, tick);

@@ -54,7 +54,9 @@ class Pipeline : public Exchange {
   c10d::ProcessGroup* group() const override { return group_.get(); }
   c10d::ProcessGroup* lane(size_t number) const override;
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const override;
-  std::optional<size_t> status_tick() const override;
+  std::optional<size_t> status_tick() const override {
+    return with_status_ == nullptr ? std::nullopt : std::optional(with_status_->tick);
+  }
   void status_is_written_by(WriteStatus write) override { write_status_ = std::move(write); }
   Status take_status() override;
   double scale() const override { return weighting_.scale(group_->getSize()); }
@@ -91,7 +93,7 @@ class Pipeline : public Exchange {
     std::vector<Message> messages;
   };
 
-  void check_fits() const;
+  void check_fits() const { TORCH_CHECK(fits_, "fastddp: how gradients travel was chosen for other buckets"); }
   const Message& message_of(const Bucket& bucket, size_t leg) const;
   Message& message_of(const Bucket& bucket, size_t leg);
   const Message& last_message(const Bucket& bucket) const { return message_of(bucket, codec_->legs() - 1); }
@@ -101,7 +103,9 @@ class Pipeline : public Exchange {
   template <typename Function>
   void for_later_rounds(Stretch& stretch, size_t tick, const Function& function);
   c10::ScalarType dtype_of(size_t leg, Bucket& bucket) const;
-  double scale_before(size_t leg, Bucket& bucket) const;
+  double scale_before(size_t leg, Bucket& bucket) const {
+    return transports_[leg]->scale_before(dtype_of(leg, bucket));
+  }
 
   bool has_room_for_status(Bucket& last) const;
   void make_room_for_status(Bucket& last);

@@ -39,10 +39,6 @@ bool Closing::exchanges_status(const Exchange& exchange) const {
 
 static_assert(Exchange::kStatusRoom == WindowStatus::kNumbers);
 
-bool Closing::status_rides(const Exchange& exchange) const {
-  return exchange.status_tick() && exchanges_status(exchange) && !window_.ends_with_backward();
-}
-
 WindowStatus::Said Closing::said(const Exchange& exchange) const {
   WindowStatus::Said said;
   said.rank = group_.getRank();
@@ -114,10 +110,6 @@ std::optional<std::string> Closing::receive_status(Exchange& exchange) {
   }
   done_ = Done::status;
   return std::nullopt;
-}
-
-std::optional<bool> Closing::some_are_not_finite() const {
-  return status_is_read_ ? std::optional(status_.not_finite()) : std::nullopt;
 }
 
 std::vector<Used> Closing::used_here() const {

@@ -43,7 +43,9 @@ class Closing {
   // Raises if a sparse parameter has a dense gradient: before this rank tells others that its window is well.
   void check_sparse_gradients() const;
   // Whether the status of this window travels with its last bucket: note [Room for the status], pipeline/exchange.h.
-  bool status_rides(const Exchange& exchange) const;
+  bool status_rides(const Exchange& exchange) const {
+    return exchange.status_tick() && exchanges_status(exchange) && !window_.ends_with_backward();
+  }
   // What this rank says in its status: note [Status of a window], window/status.h.
   struct Saying {
     size_t window;  // its number
@@ -63,7 +65,9 @@ class Closing {
   std::optional<size_t> take_late_not_finite() { return status_.take_late_not_finite(); }
   // Whether a rank has said in its status that its gradients are not finite. None: the host does not know it yet, or no status
   // was exchanged.
-  std::optional<bool> some_are_not_finite() const;
+  std::optional<bool> some_are_not_finite() const {
+    return status_is_read_ ? std::optional(status_.not_finite()) : std::nullopt;
+  }
   void exchange_sparse_gradients(const Exchange& exchange);
   void exchange_late_gradients(Exchange& exchange);
   // The parameters whose gradients are averaged, except those that count as averaged when their bucket finishes.

@@ -15,23 +15,6 @@ WindowState Reducer::state() {
   return window_.state();
 }
 
-std::string Reducer::failure() {
-  const std::lock_guard lock(mutex_);
-  notice_failure();
-  return window_.is(WindowState::failed) ? failure_.tell() : "";
-}
-
-size_t Reducer::windows() {
-  const std::lock_guard lock(mutex_);
-  notice_failure();
-  return window_.ended();
-}
-
-void Reducer::give_up() {
-  const std::lock_guard lock(mutex_);
-  if (window_.is(WindowState::partial)) fail_here("left parameters without a gradient");
-}
-
 // Waits for nothing: an exception may be on its way to its caller.
 void Reducer::notice_failure() {
   const auto& backward = backwards_.last();
@@ -49,11 +32,6 @@ void Reducer::notice_failure() {
 void Reducer::fail_here(const std::string& what) {
   failure_.happened_here(what, window_.ended() + 1, process_group_->getRank());
   fail();
-}
-
-void Reducer::fail() {
-  apply(WindowEvent::fail);
-  observer_.window_failed();
 }
 
 // A device that has failed runs nothing that could repair the window: its error is raised in each forward.

@@ -30,13 +30,4 @@ void Failure::found_later(const std::string& what, size_t step, int rank) {
   unsaid_ = Unsaid::error;
 }
 
-const std::string& Failure::tell() {
-  if (unsaid_ == Unsaid::error) unsaid_ = Unsaid::nothing;
-  return text_;
-}
-
-Failure::Unsaid Failure::take_unsaid() {
-  return std::exchange(unsaid_, Unsaid::nothing);
-}
-
 }  // namespace fastddp

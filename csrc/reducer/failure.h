@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <string>
+#include <utility>
 
 namespace fastddp {
 
@@ -19,8 +20,11 @@ class Failure {
 
   const std::string& text() const { return text_; }
   // For somebody who asks: an error counts as said then.
-  const std::string& tell();
-  Unsaid take_unsaid();
+  const std::string& tell() {
+    if (unsaid_ == Unsaid::error) unsaid_ = Unsaid::nothing;
+    return text_;
+  }
+  Unsaid take_unsaid() { return std::exchange(unsaid_, Unsaid::nothing); }
 
  private:
   std::string text_;

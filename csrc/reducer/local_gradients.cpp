@@ -46,12 +46,6 @@ void LocalGradients::watch(bool watching) {
   buckets_.set_measure_locally(watching);
 }
 
-void LocalGradients::reset() {
-  on_host_.clear();
-  on_device_.clear();
-  synchronised_.reset();
-}
-
 void LocalGradients::notice_now(const Noticed& noticed) {
   noticed_ = noticed;
   if (has_streams(buckets_.device())) return;
@@ -120,11 +114,6 @@ void LocalGradients::judge(size_t window, int ranks, const Closing& closing, con
 void LocalGradients::notice_late(Closing& closing) {
   if (!are_watched()) return;
   if (const auto late = closing.take_late_not_finite()) noticed_ = {*late, /*by_all=*/false, /*in_result=*/false};
-}
-
-std::optional<LocalGradients::Noticed> LocalGradients::take_not_finite() {
-  if (!are_watched()) return std::nullopt;
-  return std::exchange(noticed_, std::nullopt);
 }
 
 at::Tensor LocalGradients::not_finite_count() const {

@@ -32,7 +32,11 @@ class LocalGradients {
   bool are_watched() const { return buckets_.measure_locally(); }
 
   // Begins a window.
-  void reset();
+  void reset() {
+    on_host_.clear();
+    on_device_.clear();
+    synchronised_.reset();
+  }
   // After backward: measures sparse gradients, and those that their bucket did not wait for.
   void measure_beside_buckets();
 
@@ -62,7 +66,10 @@ class LocalGradients {
   // Notices an earlier window that is known only now.
   void notice_late(Closing& closing);
   // Returned once. Nothing waits.
-  std::optional<Noticed> take_not_finite();
+  std::optional<Noticed> take_not_finite() {
+    if (!are_watched()) return std::nullopt;
+    return std::exchange(noticed_, std::nullopt);
+  }
   // By parameter, how many elements of the synchronised gradients are not finite: int64 on the CPU. None: they were not counted.
   const std::optional<at::Tensor>& synchronised() const { return synchronised_; }
 

@@ -46,33 +46,8 @@ void Observer::buckets_are(const std::vector<Bucket>& buckets) {
   progress_->plan(plan, bytes);
 }
 
-void Observer::window_is(const Window& window) {
-  progress_->window(static_cast<uint32_t>(window.state()), window.ended());
-}
-
-void Observer::window_begins() {
-  progress_->window_begins();
-}
-
-void Observer::enters(Doing doing) {
-  progress_->doing(doing);
-  sampler_.follows(doing);
-}
-
-void Observer::module_runs() {
-  enters(Doing::forward);
-}
-
 void Observer::module_begins() {
   if (!is_in_backward(progress_->doing())) sampler_.enters(Phase::forward);
-}
-
-void Observer::forward_ends() {
-  if (progress_->doing() == Doing::forward) enters(Doing::after_forward);
-}
-
-void Observer::backward_begins() {
-  enters(Doing::backward);
 }
 
 // Nobody reports when such a backward begins, so its first gradient counts.
@@ -82,17 +57,9 @@ bool Observer::local_gradient() {
   return true;
 }
 
-void Observer::local_backward_ends() {
-  if (progress_->doing() == Doing::backward) enters(Doing::after_backward);
-}
-
 void Observer::optimizer_steps(bool begins) {
   if (is_in_backward(progress_->doing())) return;
   enters(begins ? Doing::optimizer : Doing::after_optimizer);
-}
-
-void Observer::buckets_change() {
-  sampler_.forget();
 }
 
 void Observer::forward_begins(size_t window) {
@@ -101,20 +68,6 @@ void Observer::forward_begins(size_t window) {
   step_.begin();
   sampler_.step_begins(device_, window);
   ready_times_.begin_window();
-}
-
-void Observer::reduction_begins(size_t buckets) {
-  window_.begin();
-  sampler_.backward_begins(buckets);
-}
-
-void Observer::another_window_begins() {
-  ready_times_.begin_window();
-}
-
-void Observer::gradient_ready(size_t parameter) {
-  ready_times_.note(parameter);
-  progress_->gradient(parameter);
 }
 
 void Observer::bucket_complete(const Bucket& bucket) {
@@ -139,35 +92,6 @@ void Observer::bucket_fully_started(const Bucket& bucket, Exchange& exchange) {
   if (const auto call = sampler_.when_arrived(bucket.index(), bucket.device())) exchange.when_arrived(bucket, call);
 }
 
-void Observer::bucket_awaited(const Bucket& bucket) {
-  progress_->doing(Doing::finish, bucket.index());
-}
-
-void Observer::bucket_finished(const Bucket& bucket) {
-  sampler_.finished(bucket.index(), bucket.device());
-  progress_->bucket_arrived(bucket.index());
-  device_progress_->arrived(bucket.index(), bucket.device());
-}
-
-void Observer::gradients_computed() {
-  sampler_.computed();
-}
-
-void Observer::closing_begins() {
-  progress_->doing(Doing::closing);
-  sampler_.rest_begins();
-}
-
-void Observer::closing_ends() {
-  sampler_.rest_ends();
-}
-
-void Observer::window_finished() {
-  ready_times_.end_window();
-  step_ends();
-  sampler_.window_ends();
-}
-
 void Observer::window_failed() {
   step_ends();
   sampler_.window_failed();
@@ -175,21 +99,9 @@ void Observer::window_failed() {
   progress_->doing(Doing::after_backward);
 }
 
-void Observer::window_passed() {
-  step_is_open_ = false;
-}
-
 void Observer::step_ends() {
   step_is_open_ = false;
   window_.end();
-}
-
-void Observer::parameters_sent(size_t bucket) {
-  device_progress_->started(bucket, device_, /*of_parameters=*/true);
-}
-
-void Observer::parameters_failed() {
-  progress_->fails_for_others();
 }
 
 Observer::Gathers::Gathers(Observer& observer, size_t bucket)

@@ -130,29 +130,6 @@ void Reducer::become_sharded(const Sharding* sharding, const std::vector<std::ve
   buckets_.become_sharded(sharding, holders, notices);
 }
 
-void Reducer::set_expect(Expect expect) {
-  const std::lock_guard lock(mutex_);
-  check_between_windows("what is expected of gradients can be changed");
-  window_.set_expect(expect);
-}
-
-void Reducer::set_weighting(const Weighting& weighting) {
-  const std::lock_guard lock(mutex_);
-  weighting_ = weighting;
-  ticks_.exchange().set_weighting(weighting);
-}
-
-void Reducer::on_averaged(Averaged::Callback callback) {
-  const std::lock_guard lock(mutex_);
-  averaged_.set(std::move(callback));
-}
-
-void Reducer::fix_usage() {
-  const std::lock_guard lock(mutex_);
-  TORCH_CHECK(window_.knows_first(), "fastddp: it is not known yet which parameters are used");
-  window_.fix_first();
-}
-
 // ----------------------------------------------------------------------------------------------------- before a backward
 
 void Reducer::begin_forward(bool grad_enabled) {

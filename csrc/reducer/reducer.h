@@ -51,7 +51,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     const std::lock_guard lock(mutex_);
     return reduction_.missing();
   }
-  void give_up();
+  void give_up() {
+    const std::lock_guard lock(mutex_);
+    if (window_.is(WindowState::partial)) fail_here("left parameters without a gradient");
+  }
 
   // Repairs a window that failed, as the next forward would, unless a backward runs this.
   void repair_if_failed();
@@ -77,7 +80,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void await_parameters(Gather& gather, size_t bucket);
 
   // What the gradients of coming windows count; weighting.h.
-  void set_weighting(const Weighting& weighting);
+  void set_weighting(const Weighting& weighting) {
+    const std::lock_guard lock(mutex_);
+    weighting_ = weighting;
+    ticks_.exchange().set_weighting(weighting);
+  }
 
   // Parameters of which a gradient that stayed on this rank is still there. Empty in a window that has begun to reduce. The host
   // waits for the device, if there are local gradients.
@@ -87,7 +94,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Calls back when the gradients of these parameters are final and averaged: inside the backward, on the stream that wrote
   // them.
-  void on_averaged(Averaged::Callback callback);
+  void on_averaged(Averaged::Callback callback) {
+    const std::lock_guard lock(mutex_);
+    averaged_.set(std::move(callback));
+  }
 
   // Note [Layers that write gradients], reduction.h. Called without the lock, after autograd has accumulated a gradient: returns
   // whether the layer has added to the main gradient, and then drops what autograd was given instead.
@@ -113,13 +123,25 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Locked<LocalGradients> local_gradients();
 
   // Which gradients coming windows expect; between two windows.
-  void set_expect(Expect expect);
+  void set_expect(Expect expect) {
+    const std::lock_guard lock(mutex_);
+    check_between_windows("what is expected of gradients can be changed");
+    window_.set_expect(expect);
+  }
   // as_first: coming windows use the same parameters as the first window that went well on all ranks, and as often. Coming
   // buckets hold only what any rank used then.
-  void fix_usage();
+  void fix_usage() {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(window_.knows_first(), "fastddp: it is not known yet which parameters are used");
+    window_.fix_first();
+  }
 
   // Windows that have ended, well or not: the same number on all ranks.
-  size_t windows();
+  size_t windows() {
+    const std::lock_guard lock(mutex_);
+    notice_failure();
+    return window_.ended();
+  }
 
   // Of the gradients that the last window left: the sum of their squares and the number of elements that are not finite, in
   // fp64, on the device of the first bucket. The host does not wait.
@@ -165,7 +187,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   WindowState state();
   // Why the window has failed; empty if it has not.
-  std::string failure();
+  std::string failure() {
+    const std::lock_guard lock(mutex_);
+    notice_failure();
+    return window_.is(WindowState::failed) ? failure_.tell() : "";
+  }
 
   // Parameters whose gradients no longer reach this object, because autograd has dropped the hooks.
   std::vector<size_t> parameters_without_hook() const { return hooks_.lost(buckets_.parameters()); }
@@ -200,7 +226,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Windows that fail.
   void notice_failure();
   void fail_here(const std::string& what);
-  void fail();
+  void fail() {
+    apply(WindowEvent::fail);
+    observer_.window_failed();
+  }
   void repair();
 
   void check_between_windows(const char* what) const;

@@ -35,11 +35,6 @@ void Reduction::remember_gradients() {
   }
 }
 
-void Reduction::forget_gradients() {
-  remembered_.clear();
-  written_.assign(written_.size(), false);
-}
-
 void Reduction::look_at(size_t parameter) {
   const auto& gradient = buckets_.gradient(parameter);
   if (remembered_.empty() || !gradient.defined()) return;

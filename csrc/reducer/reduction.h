@@ -36,7 +36,10 @@ class Reduction {
   // A layer may add to a gradient itself, and give autograd nothing. Where not all gradients are expected, such a gradient is
   // told from one that has not come by its tensor and version: they are not what they were before backward.
   void remember_gradients();
-  void forget_gradients();
+  void forget_gradients() {
+    remembered_.clear();
+    written_.assign(written_.size(), false);
+  }
   // Before autograd adds to a gradient: a layer may have written it by now.
   void look_at(size_t parameter);
   // A layer says that it has written the gradient.

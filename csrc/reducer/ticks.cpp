@@ -15,19 +15,6 @@ Ticks::Ticks(Buckets& buckets, Observer& observer, std::shared_ptr<Exchange> exc
              std::function<void(Bucket&)> on_finished)
     : buckets_(buckets), observer_(observer), exchange_(std::move(exchange)), on_finished_(std::move(on_finished)) {}
 
-void Ticks::set_exchange(std::shared_ptr<Exchange> exchange) {
-  exchange_ = std::move(exchange);
-}
-
-void Ticks::reset() {
-  ticks_ = finished_ = 0;
-  waits_.reset();
-}
-
-size_t Ticks::count() const {
-  return buckets_.size() + exchange_->lag();
-}
-
 void Ticks::tick() {
   const Observer::Waits waits(observer_, ticks_, exchange_->runs_user_code());
   const auto lag = exchange_->lag();
@@ -38,10 +25,6 @@ void Ticks::tick() {
   if (ticks_ >= lag) observer_.bucket_fully_started(buckets_[ticks_ - lag], *exchange_);
   ++ticks_;
   finish_arrived();
-}
-
-void Ticks::tick_to_the_end() {
-  while (ticks_ < count()) tick();
 }
 
 // Gradients left in place are written only when backward has ended. Note [Gradients left in place], reduction.h.
@@ -139,11 +122,6 @@ void Ticks::void_what_was_done() {
       if (gradient.defined() && !bucket.window[member].in_wire) about_to_write(gradient).zero_();
     }
   }
-}
-
-void Ticks::abandon_rest(double value) {
-  for (; ticks_ < count(); ++ticks_) exchange_->abandon(ticks_, value);
-  while (finished_ < buckets_.size()) exchange_->recover(buckets_[finished_++]);
 }
 
 }  // namespace fastddp

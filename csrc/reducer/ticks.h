@@ -21,14 +21,19 @@ class Ticks {
 
   Exchange& exchange() const { return *exchange_; }
   const std::shared_ptr<Exchange>& shared_exchange() const { return exchange_; }
-  void set_exchange(std::shared_ptr<Exchange> exchange);
+  void set_exchange(std::shared_ptr<Exchange> exchange) { exchange_ = std::move(exchange); }
   // Begins a window.
-  void reset();
+  void reset() {
+    ticks_ = finished_ = 0;
+    waits_.reset();
+  }
 
   // The bucket whose exchange begins next; the number of buckets, or more: none.
   size_t next() const { return ticks_; }
   void tick();
-  void tick_to_the_end();
+  void tick_to_the_end() {
+    while (ticks_ < count()) tick();
+  }
   // This window's tick that waits for the end of backward, with all that follow; none: those up to the last bucket do not wait.
   void wait_before(std::optional<size_t> tick) { waits_ = tick; }
   bool next_waits() const { return waits_ && ticks_ >= *waits_; }
@@ -47,10 +52,13 @@ class Ticks {
   // In a window that failed, or in which this rank has no part: note [A window that fails], pipeline/exchange.h. abandon_rest()
   // replaces the ticks and finishes that are left; void_what_was_done() comes first, if anything was done.
   void void_what_was_done();
-  void abandon_rest(double value);
+  void abandon_rest(double value) {
+    for (; ticks_ < count(); ++ticks_) exchange_->abandon(ticks_, value);
+    while (finished_ < buckets_.size()) exchange_->recover(buckets_[finished_++]);
+  }
 
  private:
-  size_t count() const;
+  size_t count() const { return buckets_.size() + exchange_->lag(); }
   void finish_arrived();
   void finish_next();
 

@@ -30,10 +30,6 @@ void Outbox::begin(uint64_t meeting, uint64_t tag, uint64_t address) const {
   entry.begun.store(meeting + 1, std::memory_order_release);
 }
 
-void Outbox::end(uint64_t meeting) const {
-  entries_[meeting % kEntries].ended.store(meeting + 1, std::memory_order_release);
-}
-
 void RemoteRank::read(uint64_t address, void* target, size_t bytes) const {
   auto* to = static_cast<char*>(target);
   while (bytes > 0) {

@@ -29,7 +29,7 @@ class Outbox {
 
   uint64_t address() const { return reinterpret_cast<uint64_t>(entries_); }
   void begin(uint64_t meeting, uint64_t tag, uint64_t address) const;
-  void end(uint64_t meeting) const;
+  void end(uint64_t meeting) const { entries_[meeting % kEntries].ended.store(meeting + 1, std::memory_order_release); }
 
  private:
   OutboxEntry* entries_;

@@ -51,16 +51,6 @@ void Interruption::interrupt(const std::string& why) {
   if (of_pair_ != nullptr) of_pair_->abort();
 }
 
-void Interruption::may_abort(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups) {
-  const std::lock_guard lock(mutex_);
-  groups_ = std::move(groups);
-}
-
-std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> Interruption::groups() const {
-  const std::lock_guard lock(mutex_);
-  return groups_;
-}
-
 // An abort may wait for other ranks' aborts, so this runs all of them at once.
 std::vector<std::string> Interruption::abort_groups() const {
   const auto all = groups();
@@ -79,11 +69,6 @@ std::vector<std::string> Interruption::abort_groups() const {
   for (const auto& group : groups) aborts.emplace_back(abort, group);
   for (auto& thread : aborts) thread.join();
   return errors;
-}
-
-void Interruption::explain_by(std::function<std::string()> explain) {
-  const std::lock_guard lock(explaining_);
-  explain_ = std::move(explain);
 }
 
 void Interruption::rethrow_explained() {

@@ -38,12 +38,21 @@ class Interruption {
   // Whether a thread has got the error.
   bool has_raised() const { return has_raised_; }
   // Sets the groups to abort, all at once, to end waits on a device. Empty: no device waits.
-  void may_abort(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups);
-  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const;
+  void may_abort(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups) {
+    const std::lock_guard lock(mutex_);
+    groups_ = std::move(groups);
+  }
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const {
+    const std::lock_guard lock(mutex_);
+    return groups_;
+  }
   // Aborts all groups. Returns the errors of those that cannot be aborted.
   [[nodiscard]] std::vector<std::string> abort_groups() const;
   // Called when a wait fails, before it raises. Returns the known cause in words, which is added to the error. Null: no cause.
-  void explain_by(std::function<std::string()> explain);
+  void explain_by(std::function<std::string()> explain) {
+    const std::lock_guard lock(explaining_);
+    explain_ = std::move(explain);
+  }
   // If waits have been interrupted: never destroys `things`, which hold process groups and would wait in their destructors.
   template <typename... Things>
   void keep_for_good(const Things&... things) const {

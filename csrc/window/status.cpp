@@ -152,11 +152,6 @@ void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, const Sai
   work_ = group.allreduce(tensors);
 }
 
-void WindowStatus::came(const at::Tensor& sums, double factor) {
-  sums_ = sums;
-  factor_ = factor;
-}
-
 void WindowStatus::wait() {
   if (work_) Interruption::wait(*work_);
   const auto counts = counts_of(sums_.to(at::kCPU, at::kFloat), factor_);

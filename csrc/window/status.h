@@ -62,7 +62,10 @@ class WindowStatus {
   void write(c10d::ProcessGroup& group, const at::Tensor& place, const Said& said);
   static constexpr int64_t kNumbers = 102;
   // The ranks' sums, times `factor`, are in `sums`. The current stream has waited for them.
-  void came(const at::Tensor& sums, double factor);
+  void came(const at::Tensor& sums, double factor) {
+    sums_ = sums;
+    factor_ = factor;
+  }
   bool is_sent() const { return group_ != nullptr; }
 
   // The host waits.

@@ -47,11 +47,6 @@ Window::Window(size_t parameters, Expect expect) : parameters_(parameters) {
   set_expect(expect);
 }
 
-bool Window::is_open() const {
-  const auto state = state_.load();
-  return state == WindowState::armed || state == WindowState::reducing || state == WindowState::partial;
-}
-
 bool Window::may_begin() const {
   return after(state_, WindowEvent::reduce).has_value();
 }
@@ -127,49 +122,12 @@ Window::Hook Window::count_hook(size_t parameter) {
   return record.hooks == record.expected ? Hook::last : Hook::too_many;
 }
 
-void Window::note_local(size_t parameter) {
-  auto& arrival = parameters_[parameter].arrival;
-  if (arrival == Arrival::none) arrival = Arrival::local;
-}
-
-void Window::note_synchronised(size_t parameter) {
-  auto& arrival = parameters_[parameter].arrival;
-  if (ended_ == 0 && arrival != Arrival::synchronised) arrival_order_.push_back(parameter);
-  arrival = Arrival::synchronised;
-}
-
-void Window::synchronise_local(size_t parameter) {
-  parameters_[parameter].arrival = Arrival::local_synchronised;
-}
-
-bool Window::is_final(size_t parameter) const {
-  const auto& record = parameters_[parameter];
-  return waits_for(parameter) && record.hooks >= record.expected;
-}
-
 std::vector<size_t> Window::not_final() const {
   std::vector<size_t> found;
   for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
     if (waits_for(parameter) && !is_final(parameter)) found.push_back(parameter);
   }
   return found;
-}
-
-bool Window::count_down(size_t parameter) {
-  return --missing_[parameters_[parameter].bucket] == 0;
-}
-
-void Window::stop_waiting() {
-  std::ranges::fill(missing_, 0);
-}
-
-std::vector<size_t> Window::arrival_order() const {
-  return ended_ > 0 ? arrival_order_ : std::vector<size_t>{};
-}
-
-void Window::learn(std::vector<Used> used) {
-  learn_from_others(used);
-  if (expect_ == Expect::as_last) expect_as_last();
 }
 
 void Window::learn_from_others(const std::vector<Used>& used) {

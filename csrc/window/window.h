@@ -1,6 +1,7 @@
 // A window: its state, the gradients it expects, and those that have come. Numbers only: no tensors, no ranks, no time.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -75,7 +76,10 @@ class Window {
   WindowState state() const { return state_; }
   bool is(WindowState state) const { return state_ == state; }
   // Whether a gradient that comes now may be averaged.
-  bool is_open() const;
+  bool is_open() const {
+    const auto state = state_.load();
+    return state == WindowState::armed || state == WindowState::reducing || state == WindowState::partial;
+  }
   // Whether a backward that comes now may begin to reduce.
   bool may_begin() const;
 
@@ -115,30 +119,43 @@ class Window {
   Hook count_hook(size_t parameter);
 
   Arrival arrival(size_t parameter) const { return parameters_[parameter].arrival; }
-  void note_local(size_t parameter);
+  void note_local(size_t parameter) {
+    auto& arrival = parameters_[parameter].arrival;
+    if (arrival == Arrival::none) arrival = Arrival::local;
+  }
   // The local gradient has been removed, or set to zero.
   void forget_local(size_t parameter) { parameters_[parameter].arrival = Arrival::none; }
-  void note_synchronised(size_t parameter);
+  void note_synchronised(size_t parameter) {
+    auto& arrival = parameters_[parameter].arrival;
+    if (ended_ == 0 && arrival != Arrival::synchronised) arrival_order_.push_back(parameter);
+    arrival = Arrival::synchronised;
+  }
   // A local gradient is averaged as it is.
-  void synchronise_local(size_t parameter);
+  void synchronise_local(size_t parameter) { parameters_[parameter].arrival = Arrival::local_synchronised; }
 
-  bool is_final(size_t parameter) const;
+  bool is_final(size_t parameter) const {
+    const auto& record = parameters_[parameter];
+    return waits_for(parameter) && record.hooks >= record.expected;
+  }
   // The parameters that the window waits for and whose gradients are not final.
   std::vector<size_t> not_final() const;
 
   // The parameter's bucket no longer waits for its gradient. Returns whether the bucket now waits for none.
-  bool count_down(size_t parameter);
+  bool count_down(size_t parameter) { return --missing_[parameters_[parameter].bucket] == 0; }
   bool is_complete(size_t bucket) const { return bucket < missing_.size() && missing_[bucket] == 0; }
   // No bucket waits for a gradient from now on.
-  void stop_waiting();
+  void stop_waiting() { std::ranges::fill(missing_, 0); }
 
   // Parameters in the order in which the gradients of the first window came; empty until it has ended.
-  std::vector<size_t> arrival_order() const;
+  std::vector<size_t> arrival_order() const { return ended_ > 0 ? arrival_order_ : std::vector<size_t>{}; }
 
   // ---- What was used.
 
   // The window has ended, on this rank without a failure. Its gradients are those expected from now on. `used`: by any rank.
-  void learn(std::vector<Used> used);
+  void learn(std::vector<Used> used) {
+    learn_from_others(used);
+    if (expect_ == Expect::as_last) expect_as_last();
+  }
   // The same for a window in which this rank had no part: only `used` is learned.
   void learn_from_others(const std::vector<Used>& used);
 
