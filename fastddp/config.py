@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fastddp._C import Expect
-from fastddp.bucket_plan import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, STAGED_BUCKET_BYTES
 from fastddp.errors import see
+
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -179,9 +180,9 @@ def _resolve_caps(cap_mb: object, cap_mb_list: object, device_type: str, has_hie
         if device_type == "cpu":
             # Collectives run on backward's cores, so an earlier start is no earlier end. In two levels a bucket goes
             # through several stages, which overlap only with stages of other buckets.
-            return (STAGED_BUCKET_BYTES if has_hierarchy else DEFAULT_BUCKET_BYTES,)
+            return ((6 if has_hierarchy else 25) * _MIB,)
         # A small first bucket starts to travel early, while the network is idle.
-        return (FIRST_BUCKET_BYTES, DEFAULT_BUCKET_BYTES)
+        return (_MIB, 25 * _MIB)
     return (_bytes(cap_mb, "bucket_cap_mb"),)
 
 
@@ -196,7 +197,7 @@ def _bytes(cap_mb: Any, option: str) -> int:
     if not is_number or not cap_mb >= 0:
         or_auto = '; or "auto"' if option == "bucket_cap_mb" else ""
         raise ValueError(f"{option} must be a number of MiB >= 0, got {cap_mb!r}{or_auto}." + see("FD024"))
-    return int(float(min(cap_mb, 2**42)) * MIB)  # numpy's integers would overflow
+    return int(float(min(cap_mb, 2**42)) * _MIB)  # numpy's integers would overflow
 
 
 def _resolve_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:

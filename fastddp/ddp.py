@@ -19,14 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastddp import comm_hooks, presence
+from fastddp import comm_hooks
 from fastddp._C import Range
 from fastddp.additions import Additions
-from fastddp.bucket_plan import BucketPlan
 from fastddp.config import Config, check_types
 from fastddp.engine import Recipe
 from fastddp.errors import see
-from fastddp.job_options import hook_in_force, with_job_options
 from fastddp.module.buffers import BufferSync
 from fastddp.module.main_gradients import MainGradients
 from fastddp.module.meshes import LocalParts, group_of_mesh, keeps_refused_module
@@ -35,6 +33,7 @@ from fastddp.module.numbering import ModelNumber, next_number, number_of_a_copy,
 from fastddp.module.parameters import collect_parameters, named_buffers, replicated_tensors
 from fastddp.module.replicas import PIECE_BYTES, broadcast_replicas, check_dense, verify_replicas
 from fastddp.module.stand_ins import StandIns
+from fastddp.planning.bucket_plan import BucketPlan
 from fastddp.planning.delayed import Delayed
 from fastddp.planning.pinned_plan import PinnedPlan
 from fastddp.planning.planner import check_planned_hook
@@ -44,7 +43,9 @@ from fastddp.ranks.wire_memory import WireMemory
 from fastddp.torch_compat.compiling import ActiveModel
 from fastddp.torch_compat.distributed_autograd import refuse_distributed_autograd
 from fastddp.torch_compat.helpers import check_beside_torchs
+from fastddp.torch_compat.job_options import hook_in_force, with_job_options
 from fastddp.torch_compat.optimizer_in_backward import take_over_optimizers
+from fastddp.watch import presence
 from fastddp.watch.options import Watch, check_watch
 from fastddp.watch.stalls import begin_to_watch
 from fastddp.window import joining

@@ -14,19 +14,19 @@ import torch.distributed as dist
 from torch import nn
 
 from fastddp import _C, comm_hooks
-from fastddp.bucket_plan import Buckets, become_complete_in_order, plan_buckets, with_one_dtype
 from fastddp.config import Config
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting, check_wire
+from fastddp.exchange.in_force import InForce
 from fastddp.exchange.of_model import OfModel
 from fastddp.exchange.sharded import check_shardable, in_shards
 from fastddp.exchange.two_level import in_levels
-from fastddp.in_force import InForce
 from fastddp.module.main_gradients import MainGradients
 from fastddp.module.nested import tensors_in
 from fastddp.module.numbering import ModelNumber
 from fastddp.module.parameter_watch import ParameterWatch
 from fastddp.module.parameters import NamedParameters, replicated_tensors
 from fastddp.module.replicas import agree_on, agree_on_order, check_same_model
+from fastddp.planning.bucket_plan import Buckets, become_complete_in_order, plan_buckets, with_one_dtype
 from fastddp.planning.delayed import Delayed
 from fastddp.planning.pinned_plan import PinnedPlan
 from fastddp.planning.planner import Planner

@@ -16,10 +16,12 @@ from typing import Any, Unpack
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fastddp import comm_hooks, job_options, presence
+from fastddp import comm_hooks
 from fastddp.ddp import DistributedDataParallel
-from fastddp.job_options import JobOptions, check_options
 from fastddp.sharding import torchs_clipping
+from fastddp.torch_compat import job_options
+from fastddp.torch_compat.job_options import JobOptions, check_options
+from fastddp.watch import presence
 
 
 class StandsForTorchs(type(TorchDDP)):  # type: ignore[misc]  # torch's metaclass is what it is

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fastddp.bucket_plan import Buckets, plan_buckets
 from fastddp.errors import see
 from fastddp.module.parameters import NamedParameters
+from fastddp.planning.bucket_plan import Buckets, plan_buckets
 
 _NO_CAP = 2**62  # bytes
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
 
-from fastddp.bucket_plan import Buckets
+from fastddp.planning.bucket_plan import Buckets
 
 _MOST_STEPS = 150_000  # of the search, which take less than a second
 _TAIL = 16

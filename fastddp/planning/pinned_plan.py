@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastddp.bucket_plan import BucketPlan, Buckets
 from fastddp.errors import see
+from fastddp.planning.bucket_plan import BucketPlan, Buckets
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from fastddp import comm_hooks
 from fastddp._C import Reducer
-from fastddp.bucket_plan import Buckets
 from fastddp.errors import see
 from fastddp.exchange.descriptions import AllReduce, Setting
 from fastddp.module.replicas import agree_on_plan
+from fastddp.planning.bucket_plan import Buckets
 from fastddp.planning.link import largest_bucket, measure_link
 from fastddp.planning.model import Gradient, Link, best_plan, end_of
 from fastddp.ranks.agreement import greatest

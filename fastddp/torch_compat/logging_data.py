@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fastddp.bucket_plan import Buckets
 from fastddp.engine import Engine
+from fastddp.planning.bucket_plan import Buckets
 
 if TYPE_CHECKING:
     from fastddp._C import Reducer

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp.errors import see
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.ranks.together import together
 from fastddp.window.joining import check_all_have_inputs
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from fastddp.errors import see
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.module.replicas import broadcast_replicas
 from fastddp.ranks.agreement import greatest
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch.optim import Optimizer
 
 from fastddp.errors import see
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.watch.options import OnLocalSteps
 
 

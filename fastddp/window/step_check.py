@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.module.main_gradients import check_optimizer
 from fastddp.watch.scaler import note_scaler
 from fastddp.window.local_steps import LocalSteps

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fastddp.bucket_plan import Buckets
 from fastddp.errors import see
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
+from fastddp.planning.bucket_plan import Buckets
 from fastddp.ranks.listing import listed
 
 if TYPE_CHECKING:

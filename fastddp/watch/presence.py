@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from fastddp._build_info import version
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.watch.options import Watch
 
 to_stderr = False

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-MIB = 2**20
-FIRST_BUCKET_BYTES = 1 * MIB
-DEFAULT_BUCKET_BYTES = 25 * MIB
-STAGED_BUCKET_BYTES = 6 * MIB  # on the CPU, in two levels, where a bucket goes through several stages
-
 Buckets = list[list[int]]
 """The indices of each bucket's parameters; buckets in the order of their collectives."""
 
