@@ -365,7 +365,7 @@ class DistributedDataParallel(Additions):
         if self._stand_ins is not None:
             self._stand_ins.put_parameters_back()
         if torch._C._current_graph_task_id() == -1:  # in a backward, stand-ins may be in the parameters' places
-            self.engine.check_parameters()
+            self.engine.parameter_watch.check()
 
     def _begin_step(self, synchronises: bool, grad_enabled: bool, is_shadow: bool = False) -> None:
         """Do what ranks do together before a forward; ``is_shadow``: this rank has no inputs (torch's Join)."""

@@ -135,9 +135,7 @@ class Engine:
         like = main_gradients.like(parameters)
         plan = recipe.plan(like)
         self.reducer = self._make_reducer(make_reducer, plan, main_gradients, process_group)
-        self._parameter_watch = ParameterWatch(
-            recipe.module, recipe.ignored, recipe.parameters.names, parameters, self.reducer
-        )
+        self.parameter_watch = ParameterWatch(recipe.module, recipe.ignored, recipe.parameters, self.reducer)
         average = recipe.gradient_average
         self._weight = Weight(1.0 if isinstance(average, str) else average, device)
         self.reducer.set_model_number(number.agreed)
@@ -339,10 +337,6 @@ class Engine:
         self.has_rebuilt_buckets = False
 
     # ---------------------------------------------------------------------------------------------------- a window
-
-    def check_parameters(self) -> None:
-        """Raise RuntimeError if the module has a new parameter that would train on this rank alone."""
-        self._parameter_watch.check()
 
     def check_sharded(self) -> None:
         """Raise RuntimeError if a sharded optimizer has left parameters incomplete."""

@@ -6,13 +6,14 @@ Every function here is a collective: all ranks of the group call it, in the same
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,15 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 from fastddp.errors import see
+from fastddp.ranks.agreement import gather_numbers
 from fastddp.ranks.listing import listed
 from fastddp.ranks.together import finish, together
 
 # A row is compared, and sent. For a parameter: name, shape, strides (or its layout, if it has none), dtype, device
 # type, requires_grad. For a parameter's place in a plan: a text.
 _Row: TypeAlias = list[Any] | str
+
+_CPU = torch.device("cpu")
 
 PIECE_BYTES = 8 * 2**20
 _ALONE_BYTES = 2**20  # from this size a collective of its own costs less than two copies, into fresh memory
@@ -36,7 +40,7 @@ _REPORT_BYTES = 2048  # of one rank's report about its first difference
 def verify_replicas(
     parameters: Sequence[tuple[str, Tensor]],
     process_group: dist.ProcessGroup,
-    device: torch.device | None = None,
+    device: torch.device = _CPU,
     plan: Sequence[str] = (),
     setting: str = "",
     number: int = 0,
@@ -51,7 +55,7 @@ def verify_replicas(
         parameters: (name, tensor) pairs of any shape and dtype. All tensors that will be broadcast or reduced should be
             among them, since those collectives cannot notice a rank whose tensors differ.
         process_group: the ranks that hold replicas.
-        device: where tensors must live for this group's collectives. Default: that of the first parameter.
+        device: where tensors must live for this group's collectives.
         plan: the parameters of a bucket plan that was given, a text for each, to be compared as well.
         setting: an argument and its value, to be compared as well.
         number: this rank's proposal of a number, which is not compared.
@@ -63,7 +67,6 @@ def verify_replicas(
         RuntimeError: on every rank if any rank differs; it names the first parameter that differs, both ranks' values,
             how many differ, causes and remedies; or which rank was given which ``setting``.
     """
-    device = device or _collective_device(parameters, process_group)
     model: list[_Row] = [_describe(name, tensor) for name, tensor in parameters]
     texts = [json.dumps(rows).encode() for rows in (model, list(plan), [setting])]
     digest = memoryview(hashlib.sha256(b"".join(texts)).digest()).cast("q")
@@ -73,12 +76,11 @@ def verify_replicas(
     numbers = torch.stack(every).cpu()
     gathered, greatest = numbers[:, :-1], int(numbers[:, -1].max())
     differ = bool((gathered != gathered[0]).any())
-    subjects: tuple[_Subject, ...] = (_MODEL, _PLAN, _SETTING)
-    for text, length, subject in zip(texts, gathered[0].tolist(), subjects if differ else (), strict=False):
-        theirs = json.loads(_broadcast_bytes(text, length, process_group, device))
+    for text, length, message in zip(texts, gathered[0].tolist(), _MISMATCHES if differ else (), strict=False):
+        theirs = json.loads(bytes(_rank_0s([*text.ljust(length)[:length]], process_group, device)))
         reports = _gather_reports(_first_difference(json.loads(text), theirs), process_group, device)
         if reports:
-            raise RuntimeError(subject.mismatch_message(theirs, reports))
+            raise RuntimeError(message(theirs, reports))
     return greatest
 
 
@@ -153,10 +155,7 @@ def check_same_model(number: int, process_group: dist.ProcessGroup, device: torc
         process_group: the ranks that hold replicas.
         device: where tensors must live for this group's collectives.
     """
-    mine = torch.tensor([number], dtype=torch.int64, device=device)
-    every = [torch.empty_like(mine) for _ in range(process_group.size())]
-    together(dist.all_gather, every, mine, group=process_group)
-    numbers = torch.cat(every).tolist()
+    numbers = [int(of_rank) for (of_rank,) in gather_numbers([number], process_group, device)]
     models = sorted({*numbers} - {0})
     if len(models) > 1:
         where = [listed([rank for rank, of in enumerate(numbers) if of == model]) for model in models]
@@ -218,26 +217,6 @@ def _describe(name: str, tensor: Tensor) -> _Row:
     return [name, tensor.shape, layout, str(tensor.dtype), tensor.device.type, tensor.requires_grad]
 
 
-def _collective_device(parameters: Sequence[tuple[str, Tensor]], process_group: dist.ProcessGroup) -> torch.device:
-    """The first parameter's device; for a rank without parameters, one that the group's backend works on."""
-    if parameters:
-        return parameters[0][1].device
-    types = {device.type for device in process_group._device_types}
-    accelerator = torch.accelerator.current_accelerator()
-    if "cpu" in types or accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-def _broadcast_bytes(text: bytes, length: int, process_group: dist.ProcessGroup, device: torch.device) -> bytes:
-    """Rank 0's ``text``, which is ``length`` bytes long."""
-    wire = torch.empty(length, dtype=torch.uint8, device=device)
-    if process_group.rank() == 0:
-        wire = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    together(dist.broadcast, wire, group=process_group, group_src=0)
-    return bytes(wire.tolist())
-
-
 @dataclass(frozen=True)
 class _Difference:
     """How one rank's parameters differ from rank 0's."""
@@ -246,6 +225,9 @@ class _Difference:
     number: int  # how many differ; a parameter that only one of the two has counts
     count: int  # how many parameters this rank has
     value: str  # this rank's parameter at ``first``, in words
+
+
+_Reports: TypeAlias = dict[int, _Difference]  # by rank
 
 
 def _first_difference(mine: list[_Row], theirs: list[_Row]) -> _Difference | None:
@@ -267,9 +249,7 @@ def _in_words(rows: list[_Row], index: int) -> str:
     return f"'{name}' of shape {tuple(shape)}, {layout}, {dtype} on {device_type}, requires_grad={requires_grad}"
 
 
-def _gather_reports(
-    mine: _Difference | None, process_group: dist.ProcessGroup, device: torch.device
-) -> dict[int, _Difference]:
+def _gather_reports(mine: _Difference | None, process_group: dist.ProcessGroup, device: torch.device) -> _Reports:
     """Each differing rank's report. Reports have one fixed size, so this works whatever the models are."""
     report = b""
     if mine is not None:
@@ -277,82 +257,61 @@ def _gather_reports(
         # A name in a plan's file may hold half of a surrogate pair, which UTF-8 cannot encode.
         value = mine.value.encode(errors="replace")[: (_REPORT_BYTES - 128) // 6].decode(errors="ignore")
         report = json.dumps([mine.first, mine.number, mine.count, value]).encode()
-    wire = torch.frombuffer(bytearray(report.ljust(_REPORT_BYTES)), dtype=torch.uint8).to(device)
-    every = [torch.empty_like(wire) for _ in range(process_group.size())]
-    together(dist.all_gather, every, wire, group=process_group)
-    texts = [bytes(tensor.tolist()).strip() for tensor in every]
+    every = gather_numbers([*report.ljust(_REPORT_BYTES)], process_group, device)
+    texts = [bytes(map(int, characters)).strip() for characters in every]
     return {rank: _Difference(*json.loads(text)) for rank, text in enumerate(texts) if text}
 
 
-class _Subject(Protocol):
-    """The kind of thing that ranks compared; it words the error."""
-
-    def mismatch_message(self, rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
-        """The same on every rank."""
-
-
-@dataclass(frozen=True)
-class _Parameters:
-    """Lists of parameters."""
-
-    mismatch: str
-    first: str
-    advice: str  # causes and remedies
-    code: str
-
-    def mismatch_message(self, rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
-        """The same on every rank: about the rank whose parameters differ first."""
-        rank = min(reports, key=lambda rank: (reports[rank].first, rank))
-        report = reports[rank]
-        counts = ""
-        if len(rank_0) != report.count:
-            counts = f"; rank 0 has {len(rank_0)} in all and rank {rank} {report.count}"
-        return (
-            f"{self.mismatch} {self.first} that differs is number {report.first}:\n"
-            f"  rank 0: {_in_words(rank_0, report.first)}\n"
-            f"  rank {rank}: {report.value}\n"
-            f"Between these two ranks {report.number} differ{counts}. "
-            f"Ranks that differ from rank 0: {listed(sorted(reports))}.\n"
-            f"{self.advice}" + see(self.code)
-        )
+def _different_parameters(mismatch: str, first: str, advice: str, rank_0: list[_Row], reports: _Reports) -> str:
+    """About the rank whose parameters differ first; the same on every rank."""
+    rank = min(reports, key=lambda rank: (reports[rank].first, rank))
+    report = reports[rank]
+    counts = ""
+    if len(rank_0) != report.count:
+        counts = f"; rank 0 has {len(rank_0)} in all and rank {rank} {report.count}"
+    return (
+        f"{mismatch} {first} that differs is number {report.first}:\n"
+        f"  rank 0: {_in_words(rank_0, report.first)}\n"
+        f"  rank {rank}: {report.value}\n"
+        f"Between these two ranks {report.number} differ{counts}. "
+        f"Ranks that differ from rank 0: {listed(sorted(reports))}.\n{advice}"
+    )
 
 
-_MODEL = _Parameters(
-    "The ranks do not hold the same model.",
-    "The first parameter or buffer",
-    "Causes: the model's construction depends on the rank, on data, on random numbers or on files that are not the "
-    "same everywhere; parameters were added, frozen, cast or given another memory format on some ranks only; the "
-    "ranks run different code.\n"
-    "Remedies: build the model from the same configuration on every rank, and do to it the same things in the same "
-    "order before wrapping it; exclude what is meant to differ by listing its names in the module's "
-    "`_ddp_params_and_buffers_to_ignore`.",
-    "FD001",
+def _different_settings(rank_0: list[_Row], reports: _Reports) -> str:
+    """Which rank was given what; the same on every rank."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        ranks_of.setdefault(report.value, []).append(rank)
+    lines = "".join(f"  rank {listed(ranks)}: {value}\n" for value, ranks in ranks_of.items())
+    return (
+        "The ranks were not given the same argument:\n"
+        f"  rank 0, and every rank not named here: {rank_0[0]}\n{lines}"
+        "Give DistributedDataParallel the same on all ranks." + see("FD002")
+    )
+
+
+_MISMATCHES: tuple[Callable[[list[_Row], _Reports], str], ...] = (
+    functools.partial(
+        _different_parameters,
+        "The ranks do not hold the same model.",
+        "The first parameter or buffer",
+        "Causes: the model's construction depends on the rank, on data, on random numbers or on files that are not the "
+        "same everywhere; parameters were added, frozen, cast or given another memory format on some ranks only; the "
+        "ranks run different code.\n"
+        "Remedies: build the model from the same configuration on every rank, and do to it the same things in the same "
+        "order before wrapping it; exclude what is meant to differ by listing its names in the module's "
+        "`_ddp_params_and_buffers_to_ignore`." + see("FD001"),
+    ),
+    functools.partial(
+        _different_parameters,
+        "The ranks were not given the same bucket plan.",
+        "The plan's first parameter",
+        "Causes: bucket_plan was given on some ranks only; the ranks read different files, or some could not read "
+        "theirs.\nRemedies: save one rank's model.bucket_plan(), and give that file to all ranks." + see("FD002"),
+    ),
+    _different_settings,
 )
-_PLAN = _Parameters(
-    "The ranks were not given the same bucket plan.",
-    "The plan's first parameter",
-    "Causes: bucket_plan was given on some ranks only; the ranks read different files, or some could not read theirs.\n"
-    "Remedies: save one rank's model.bucket_plan(), and give that file to all ranks.",
-    "FD002",
-)
-
-
-class _Settings:
-    """An argument, of which every rank has one value."""
-
-    def mismatch_message(self, rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
-        """The same on every rank: which rank was given what."""
-        others = dict.fromkeys(report.value for _, report in sorted(reports.items()))
-        ranks_of = {value: [rank for rank in sorted(reports) if reports[rank].value == value] for value in others}
-        lines = "".join(f"  rank {listed(ranks)}: {value}\n" for value, ranks in ranks_of.items())
-        return (
-            "The ranks were not given the same argument:\n"
-            f"  rank 0, and every rank not named here: {rank_0[0]}\n{lines}"
-            "Give DistributedDataParallel the same on all ranks." + see("FD002")
-        )
-
-
-_SETTING = _Settings()
 
 
 # ------------------------------------------------------------------------------------------- broadcast_replicas

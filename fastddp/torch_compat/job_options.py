@@ -93,9 +93,7 @@ def hook_in_force() -> tuple[object, comm_hooks.Hook] | None:
 Of = ParamSpec("Of")
 
 
-def with_job_options(
-    constructor: Callable[Concatenate[Any, Of], None],
-) -> Callable[Concatenate[Any, Of], None]:
+def with_job_options(constructor: Callable[Concatenate[Any, Of], None]) -> Callable[Concatenate[Any, Of], None]:
     """Decorate a wrapper's constructor: the options in force stand for arguments that its caller leaves out."""
     signature = inspect.signature(constructor)
 

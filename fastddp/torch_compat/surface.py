@@ -117,10 +117,7 @@ class TorchSurface(TorchDDP):
         """Do nothing: fastddp returns the module's own outputs, never clones."""
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
         """A context in which ranks may have different numbers of inputs.
 
@@ -143,10 +140,7 @@ class TorchSurface(TorchDDP):
                 + see("FD042")
             )
         return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
