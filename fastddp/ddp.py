@@ -224,23 +224,22 @@ class DistributedDataParallel(Additions):
         self._set_devices(device_ids, output_device)
         self._number = self._synchronise_replicas()
         self.mixed_precision = mixed_precision
-        self._low_precision = (
-            None if mixed_precision is None else LowPrecision(mixed_precision, module, self.parameters_to_ignore)
-        )
-        if self._low_precision is not None:
+        self._low_precision: LowPrecision | None = None
+        steps = [local_parts.as_dtensor] if local_parts else []
+        if mixed_precision is not None:
+            self._low_precision = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
             self._recipe = dataclasses.replace(self._recipe, wire=self._low_precision.wire)
-        steps = [self._low_precision.copy_of] if self._low_precision else []
-        steps += [local_parts.as_dtensor] if local_parts else []
+            steps.insert(0, self._low_precision.copy_of)
         self._stand_ins = StandIns(steps) if steps else None
         self._buffer_sync = BufferSync()
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
         self._hook_may_change = False
         self._make_engine()
-        self._assign_modules_buffers()
         hook = hook_in_force()
         if hook is not None:
             self.register_comm_hook(*hook)
             self._hook_may_change = True
+        self._assign_modules_buffers()
         if self._low_precision is not None:
             self._low_precision.cast_buffers(self.modules_buffers)  # last: construction can no longer fail
         presence.tell(self.engine.now, watch, hook and hook[1])
@@ -347,7 +346,10 @@ class DistributedDataParallel(Additions):
         if synchronises:
             check_group(self.process_group)
             refuse_distributed_autograd()
-            self._check_parameters()
+            if self._stand_ins is not None:
+                self._stand_ins.put_parameters_back()
+            if torch._C._current_graph_task_id() == -1:  # in a backward, stand-ins may be in the parameters' places
+                engine.parameter_watch.check()
         if grad_enabled:
             engine.check_none_missing()
             engine.look_for_corruption()
@@ -360,12 +362,6 @@ class DistributedDataParallel(Additions):
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
         return (inputs, kwargs) if self._low_precision is None else self._low_precision.cast((inputs, kwargs))
-
-    def _check_parameters(self) -> None:
-        if self._stand_ins is not None:
-            self._stand_ins.put_parameters_back()
-        if torch._C._current_graph_task_id() == -1:  # in a backward, stand-ins may be in the parameters' places
-            self.engine.parameter_watch.check()
 
     def _begin_step(self, synchronises: bool, grad_enabled: bool, is_shadow: bool = False) -> None:
         """Do what ranks do together before a forward; ``is_shadow``: this rank has no inputs (torch's Join)."""
@@ -425,7 +421,8 @@ class DistributedDataParallel(Additions):
             self._buffer_sync.call(self.buffer_hook, self.named_module_buffers)
         else:
             check_dense(self.named_module_buffers.items())
-            self._buffer_sync.broadcast(self.modules_buffers, self.process_group, authoritative_rank)
+            # A graph of an earlier forward may have saved a buffer, and must still be able to run backward.
+            broadcast_replicas(self.modules_buffers, self.process_group, authoritative_rank, preserve_versions=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from multiprocessing import spawn
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Unpack
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -86,9 +86,7 @@ class Patch:
     def __enter__(self) -> Patch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.undo()
 
 
@@ -181,12 +179,8 @@ def _shard_where_possible(patched: Patch) -> None:
 class _PatchAgain:
     """Patches the process that unpickles it."""
 
-    def __reduce__(self) -> tuple[Callable[[JobOptions], object], tuple[JobOptions]]:
-        return _patch_again, (job_options.in_force,)
-
-
-def _patch_again(options: JobOptions) -> None:
-    patch(**options)
+    def __reduce__(self) -> tuple[Callable[[], Patch], tuple[()]]:
+        return functools.partial(patch, **job_options.in_force), ()
 
 
 def _patching(preparation: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from fastddp.errors import see
 from fastddp.module.backward import when_backward_ends, when_backward_reaches
-from fastddp.module.replicas import broadcast_replicas
 
 
 def buffer_hook(state: object, hook: Callable[..., Any], location: _BufferCommHookLocation) -> _BufferCommHook:
@@ -32,15 +30,10 @@ def buffer_hook(state: object, hook: Callable[..., Any], location: _BufferCommHo
 
 
 class BufferSync:
-    """Synchronises the buffers of one model, and waits for futures that its hook has returned."""
+    """Calls the hook of one model's buffers, and waits for the futures that it returns."""
 
     def __init__(self) -> None:
         self._running: list[torch.futures.Future] = []
-
-    def broadcast(self, buffers: Sequence[Tensor], process_group: dist.ProcessGroup, src: int = 0) -> None:
-        """Overwrite ``buffers`` in place with those of rank ``src``."""
-        # A graph of an earlier forward may have saved a buffer, and must still be able to run backward.
-        broadcast_replicas(buffers, process_group, src, preserve_versions=True)
 
     def call(self, hook: _BufferCommHook, buffers: Mapping[str, Tensor]) -> None:
         """Let ``hook`` synchronise ``buffers``.

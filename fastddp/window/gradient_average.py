@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -130,15 +131,9 @@ class Weight:
                 f"The callable of gradient_average returned {weight!r}, which is no number." + see("FD031")
             ) from error
 
-    def _own_stream(self) -> torch.Stream | _NoStream:
-        return _NoStream() if self._device.type == "cpu" else self._stream
+    def _own_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._device.type == "cpu" else self._stream
 
     @functools.cached_property
     def _stream(self) -> torch.Stream:
         return torch.Stream(device=self._device)
-
-
-class _NoStream:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
