@@ -65,15 +65,9 @@ class Config:
         wire_memory: Literal["registered", "symmetric"] | None = None,
         lends_wires: bool = False,
     ) -> Config:
-        """Resolve the constructor's arguments, which mean what they mean for torch's DDP.
+        """Resolve the constructor's arguments; some defaults depend on the type of the parameters' devices.
 
-        Some defaults depend on ``device_type``, the type of the parameters' devices.
-
-        Raises:
-            ValueError: a bucket size is not a number of MiB >= 0, or the sizes are no list or an empty one; sizes come
-                with a plan, which already says what is in each bucket; ``bucket_cap_mb="auto"`` comes with sizes,
-                delayed gradients or a hierarchy; ``main_grads`` or ``wire_memory`` is none of the choices, or does not
-                go with another option or this torch.
+        Raises ValueError if an option has no value of its kind, or does not go with another option or this torch.
         """
         _check_main_grads(main_grads, gradient_as_bucket_view, is_mixed_precision)
         _check_wire_memory(

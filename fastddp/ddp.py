@@ -204,16 +204,9 @@ class DistributedDataParallel(Additions):
         pinned_plan = PinnedPlan.of(buckets, parameters.names, like, parameters.sparse)
         if pinned_plan.caps:
             config = dataclasses.replace(config, bucket_caps=pinned_plan.caps)
+        ignored = self.parameters_to_ignore
         self._recipe = Recipe(
-            module=module,
-            ignored=self.parameters_to_ignore,
-            parameters=parameters,
-            config=config,
-            watch=watch,
-            gradient_average=gradient_average,
-            hierarchy=hierarchy,
-            pinned_plan=pinned_plan,
-            delayed=delayed,
+            module, ignored, parameters, config, watch, gradient_average, hierarchy, pinned_plan, delayed
         )
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph

@@ -65,12 +65,7 @@ class Recipe:
     """The dtype of wires where no hook is registered; None: the gradients'."""
 
     def plan(self, like: Sequence[torch.Tensor], order: Sequence[int] | None = None) -> Buckets:
-        """The buckets.
-
-        Args:
-            like: by parameter, a tensor like the gradient.
-            order: in which gradients come; None: the reverse of registration, for the first window.
-        """
+        """The buckets of gradients ``like`` these, which come in ``order``; None: the reverse of registration."""
         if self.pinned_plan.buckets is not None:
             return self.pinned_plan.buckets
         if order is None:
@@ -310,13 +305,9 @@ class Engine:
             self._install(self.now.exchange)
 
     def shard(self, sharded: Sharded) -> None:
-        """From the next window on, each rank gets the averages of its own part of every bucket.
+        """From the next window on, each rank gets the averages of its own part of every bucket, as ``sharded`` decides.
 
-        Args:
-            sharded: decides who has what, for the buckets in force; now and whenever there are others.
-
-        Raises:
-            ValueError: gradients travel in a way that cannot be sharded. Nothing has been changed.
+        Raises ValueError, before anything is changed, if gradients travel in a way that cannot be sharded.
         """
         now = self.now
         self.reducer.repair_if_failed()
@@ -368,11 +359,7 @@ class Engine:
             self._non_finite.look()
 
     def begin_window(self, counts: bool = True) -> None:
-        """Agree with the other ranks how the coming window's gradients travel and, while forward runs, on weights.
-
-        Args:
-            counts: whether this rank has inputs.
-        """
+        """Agree with other ranks how the window's gradients travel, and on weights; ``counts``: this one has inputs."""
         now = self.now
         exchange = self.schedule(self.reducer.windows())
         if exchange != now.exchange:

@@ -156,8 +156,8 @@ def patch(**options: Unpack[JobOptions]) -> Patch:
     patched.change(presence, "to_stderr", True)
     patched.change(spawn, "get_preparation_data", _patching(spawn.get_preparation_data))
     for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or _is_ours(module):
-            continue
+        if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "fastddp":
+            continue  # this package needs torch's own class
         for name, value in list(vars(module).items()):
             if id(value) in _REPLACEMENTS:
                 patched.change(module, name, _REPLACEMENTS[id(value)])
@@ -190,11 +190,6 @@ def _patching(preparation: Callable[[str], dict[str, Any]]) -> Callable[[str], d
         return {"fastddp": _PatchAgain(), **preparation(name)}
 
     return preparation_with_patch
-
-
-def _is_ours(module: ModuleType) -> bool:
-    """Whether the module belongs to this package, which needs torch's own class."""
-    return module.__name__.partition(".")[0] == "fastddp"
 
 
 # Read when this module is imported, because a patch changes the names. Stateless hooks are torch's own functions in

@@ -14,11 +14,7 @@ from fastddp.module.backward import when_backward_ends, when_backward_reaches
 
 
 def buffer_hook(state: object, hook: Callable[..., Any], location: _BufferCommHookLocation) -> _BufferCommHook:
-    """Torch's record of a hook that replaces the broadcast.
-
-    Raises:
-        TypeError: ``hook`` is not callable, or ``location`` is none of torch's ``_BufferCommHookLocation``.
-    """
+    """Torch's record of a hook that replaces the broadcast. Raises TypeError if ``hook`` or ``location`` is none."""
     if not callable(hook):
         raise TypeError(f"A hook for buffers must be callable, got {type(hook).__name__}." + see("FD024"))
     if not isinstance(location, _BufferCommHookLocation):
@@ -36,11 +32,7 @@ class BufferSync:
         self._running: list[torch.futures.Future] = []
 
     def call(self, hook: _BufferCommHook, buffers: Mapping[str, Tensor]) -> None:
-        """Let ``hook`` synchronise ``buffers``.
-
-        The hook returns None, a future or a list of futures. They are waited for when the backward of this forward
-        ends, at the latest before the next forward.
-        """
+        """Let ``hook`` synchronise ``buffers``; it returns None, a future or a list of futures."""
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
             running = hook.buffer_comm_hook(hook.buffer_comm_hook_state, buffers)
         self._running += [running] if isinstance(running, torch.futures.Future) else running or []

@@ -24,13 +24,8 @@ class ParameterWatch:
     other replacements of parameters or modules, ``requires_grad_()`` on a frozen parameter, and changes after which
     autograd has lost the reducer's hooks: a cast or a move in place (``model.double()``), a parametrization.
 
-    If nothing has changed, as usual, a check costs about 50 ns a parameter.
-
-    Args:
-        module: the wrapped module.
-        ignored: names of parameters that stay local.
-        parameters: those whose gradients travel.
-        reducer: their reducer.
+    If nothing has changed, as usual, a check costs about 50 ns a parameter. Those whose names are ``ignored`` stay
+    local; ``reducer`` has the gradients of the ``parameters``.
     """
 
     def __init__(self, module: nn.Module, ignored: set[str], parameters: NamedParameters, reducer: Reducer) -> None:

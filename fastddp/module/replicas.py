@@ -147,13 +147,8 @@ def broadcast_replicas(
 def check_same_model(number: int, process_group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise RuntimeError on every rank, with ranks and models, if ranks are in forwards of different models.
 
-    Otherwise each rank would take what they agree on next for its own model, for good.
-
-    Args:
-        number: of this rank's model in ``process_group``, from 1. 0: ranks have agreed on none, so it is not
-            compared.
-        process_group: the ranks that hold replicas.
-        device: where tensors must live for this group's collectives.
+    Otherwise each rank would take what they agree on next for its own model, for good. ``number`` is that of this
+    rank's model in ``process_group``, from 1; or 0 if ranks have agreed on none, which is not compared.
     """
     numbers = [int(of_rank) for (of_rank,) in gather_numbers([number], process_group, device)]
     models = sorted({*numbers} - {0})
@@ -169,16 +164,9 @@ def check_same_model(number: int, process_group: dist.ProcessGroup, device: torc
 def agree_on_order(
     order: Sequence[int], numbers: Sequence[int], process_group: dist.ProcessGroup, device: torch.device
 ) -> list[int]:
-    """Rank 0's ``order``, on every rank.
+    """Rank 0's ``order`` of the ``numbers``, which are the same on all ranks.
 
-    Args:
-        order: ``numbers`` in this rank's order; only rank 0's counts.
-        numbers: the same on all ranks.
-        process_group: the ranks that must agree.
-        device: where tensors must live for this group's collectives.
-
-    Raises:
-        ValueError: on every rank, if rank 0's order is not a permutation of ``numbers``.
+    On every rank this raises ValueError if rank 0's order is not a permutation of ``numbers``.
     """
     agreed = _rank_0s(order, process_group, device)
     if sorted(agreed) != sorted(numbers):
@@ -189,7 +177,7 @@ def agree_on_order(
 def agree_on_plan(
     plan: Sequence[Sequence[int]], numbers: Sequence[int], process_group: dist.ProcessGroup, device: torch.device
 ) -> list[list[int]]:
-    """Rank 0's ``plan``, on every rank: ``numbers`` divided into lists; arguments and errors as for agree_on_order."""
+    """Rank 0's ``plan``, on every rank: ``numbers`` divided into lists; errors as for :func:`agree_on_order`."""
     order = agree_on_order([number for part in plan for number in part], numbers, process_group, device)
     parts = _rank_0s([place for place, part in enumerate(plan) for _ in part], process_group, device)
     agreed: dict[int, list[int]] = {}
@@ -199,7 +187,7 @@ def agree_on_plan(
 
 
 def agree_on(choice: bool, process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Rank 0's ``choice``, on every rank; arguments as for :func:`agree_on_order`."""
+    """Rank 0's ``choice``, on every rank."""
     return bool(_rank_0s([choice], process_group, device)[0])
 
 

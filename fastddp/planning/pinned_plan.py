@@ -36,10 +36,7 @@ class PinnedPlan:
         parameters: Sequence[Tensor],
         without: Collection[int] = (),
     ) -> PinnedPlan:
-        """The plan, or the plan in the file of that name, for ``parameters`` with these ``names``.
-
-        Parameters whose numbers are in ``without`` are in no bucket.
-        """
+        """The plan, or the plan in that file, for these parameters, except for the numbers that are ``without``."""
         if plan is None:
             return PinnedPlan()
         try:
@@ -55,12 +52,7 @@ class PinnedPlan:
 
 
 def fit(plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], without: Collection[int] = ()) -> Buckets:
-    """The plan's buckets as indices into ``parameters``, which are found by name.
-
-    Raises:
-        ValueError: it names the first parameter that the module lacks, has with another shape or dtype or on another
-            device than the rest of its bucket, or that the plan lacks.
-    """
+    """The plan's buckets as indices into ``parameters``, which are found by name. Raises ValueError if it misfits."""
     index_of = {name: index for index, name in enumerate(names) if index not in without}
     buckets: Buckets = []
     for bucket in plan.buckets:

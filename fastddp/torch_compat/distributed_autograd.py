@@ -13,11 +13,7 @@ from fastddp.errors import see
 
 
 def refuse_distributed_autograd() -> None:
-    """Raise ``NotImplementedError`` inside a ``torch.distributed.autograd.context()``.
-
-    That context's backward would leave its gradients in the context, where the reducer does not look. They would stay
-    this rank's own.
-    """
+    """Raise ``NotImplementedError`` inside a ``torch.distributed.autograd.context()``, which would keep gradients."""
     if rpc.is_available() and rpc._is_current_rpc_agent_set() and _inside_context():
         raise NotImplementedError(
             "fastddp does not support torch.distributed.autograd yet: this forward ran inside one of its contexts, "

@@ -166,14 +166,9 @@ class TorchSurface(TorchDDP):
         before = self.__dict__.get("engine")
         audited = None if before is None or before.audit is None else before.audit.tensors
         self.logger = Logger(self)
+        note_error = self.logger.set_error_and_log
         self.engine = Engine(
-            self._recipe,
-            self.process_group,
-            self._number,
-            make_reducer=Reducer,
-            note_error=self.logger.set_error_and_log,
-            hook=self._comm_hook,
-            audited=audited,
+            self._recipe, self.process_group, self._number, Reducer, note_error, self._comm_hook, audited
         )
         assert isinstance(self.engine.reducer, Reducer)
         self.reducer = self.engine.reducer

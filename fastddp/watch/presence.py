@@ -83,12 +83,8 @@ def _ranks(count: int) -> str:
 
 
 def _watched(watch: Watch) -> str:
-    watched = [
-        *(["stalls"] if watch.stall is not None else []),
-        *(["corruption"] if watch.corruption is not None else []),
-        *(["replicas that differ"] if watch.audit_every is not None else []),
-    ]
-    return " and ".join(watched) or "nothing"
+    faults = {"stalls": watch.stall, "corruption": watch.corruption, "replicas that differ": watch.audit_every}
+    return " and ".join(fault for fault, choice in faults.items() if choice is not None) or "nothing"
 
 
 def _count(number: int, what: str) -> str:

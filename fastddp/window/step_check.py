@@ -24,11 +24,7 @@ def check_before_each_step(now: InForce, local_steps: LocalSteps, check: Callabl
     A backward that leaves out a parameter returns normally, because another backward may bring the missing gradient.
     The optimizer's step is the last moment to notice that none did. Two hooks, global to torch.optim, serve all models:
     a hook of each model would be removed when the model is collected, which may be while torch walks through the hooks.
-
-    Args:
-        now: what is in force; not kept alive.
-        local_steps: the first check.
-        check: a method; its object is not kept alive.
+    Nothing is kept alive.
     """
     steps = _Steps(now, local_steps, check)
     _notice_skipped_steps()

@@ -17,14 +17,10 @@ _MOST_LISTED = 10
 
 
 def give_up(now: InForce, watch: StallWatch | None) -> str:
-    """Give up the last window, which is partial.
+    """Give up the last window, which is partial, and return what to raise.
 
-    Args:
-        now: what is in force.
-        watch: it asks the other ranks, as for any step that does not end; None: nobody asks.
-
-    Returns:
-        What to raise: it names each missing parameter, its bucket, this rank, and which ranks have its gradient.
+    That names each missing parameter, its bucket, and which ranks have its gradient. ``watch`` asks them, as for any
+    step that does not end; None: nobody asks.
     """
     missing = now.reducer.missing()
     elsewhere = None if watch is None else watch.ask_who_has(_PATIENCE)
