@@ -22,26 +22,16 @@ _MIB = 2**20
 class Config:
     """How one model is synchronised. Made by :meth:`from_arguments`."""
 
-    bucket_caps: tuple[int, ...]
-    """Bytes of the first, second, ... bucket; the last number holds for all further buckets."""
-    gradient_as_bucket_view: bool
-    """Whether ``parameter.grad`` is a view of its bucket's wire."""
-    forward_sync_buffers: bool
-    """Whether each forward begins with rank 0's buffers on all ranks."""
-    init_sync: bool
-    """Whether construction verifies the parameters and broadcasts rank 0's values."""
-    init_sync_buffers: bool
-    """Whether construction does so for the buffers."""
-    expect: Expect
-    """Which gradients a backward is expected to bring."""
-    plans_buckets: bool = False
-    """Whether ``bucket_caps`` hold only until a plan is made from measurements of the first windows."""
-    main_grads: Literal["grad", "main_grad"] | None = None
-    """The attribute that holds the fp32 gradients of 16-bit parameters; None: gradients have the parameter's dtype."""
-    wire_memory: Literal["registered", "symmetric"] | None = None
-    """The memory of wires; None: what torch's DDP would take."""
-    lends_wires: bool = False
-    """Whether the memory of wires is given back between windows."""
+    bucket_caps: tuple[int, ...]  # bytes of the first, second, ... bucket; the last number holds for all others
+    gradient_as_bucket_view: bool  # whether ``parameter.grad`` is a view of its bucket's wire
+    forward_sync_buffers: bool  # whether each forward begins with rank 0's buffers on all ranks
+    init_sync: bool  # whether construction verifies the parameters and broadcasts rank 0's values
+    init_sync_buffers: bool  # whether construction does so for the buffers
+    expect: Expect  # which gradients a backward is expected to bring
+    plans_buckets: bool = False  # whether ``bucket_caps`` hold only until the first windows have been measured
+    main_grads: Literal["grad", "main_grad"] | None = None  # what holds fp32 gradients; None: they are not in fp32
+    wire_memory: Literal["registered", "symmetric"] | None = None  # None: what torch's DDP would take
+    lends_wires: bool = False  # whether the memory of wires is given back between windows
 
     @classmethod
     def from_arguments(

@@ -52,8 +52,7 @@ class Recipe:
     """The arguments of an engine. They outlive it, so that another engine can be made."""
 
     module: nn.Module
-    ignored: set[str]
-    """Names of parameters and buffers that are left alone."""
+    ignored: set[str]  # names of parameters and buffers that are left alone
     parameters: NamedParameters
     config: Config
     watch: Watch
@@ -61,8 +60,7 @@ class Recipe:
     hierarchy: HierarchyArgument
     pinned_plan: PinnedPlan
     delayed: Delayed | None
-    wire: torch.dtype | None = None
-    """The dtype of wires where no hook is registered; None: the gradients'."""
+    wire: torch.dtype | None = None  # the dtype of wires where no hook is registered; None: the gradients'
 
     def plan(self, like: Sequence[torch.Tensor], order: Sequence[int] | None = None) -> Buckets:
         """The buckets of gradients ``like`` these, which come in ``order``; None: the reverse of registration."""
@@ -77,8 +75,7 @@ class Recipe:
 class Sharded(Protocol):
     """A sharded optimizer."""
 
-    optimizer: Callable[[], object]
-    """What users have of it; None: it is gone."""
+    optimizer: Callable[[], object]  # what users have of it; None: it is gone
 
     def check_parameters(self) -> None:
         """Raise RuntimeError if some are those before the last step."""
@@ -96,14 +93,8 @@ class Sharded(Protocol):
 class Engine:
     """Reducer, setting, schedule, exchange and watchers of one model.
 
-    Args:
-        recipe: the other arguments.
-        process_group: the ranks to average over.
-        number: of the model.
-        make_reducer: the class of its reducer.
-        note_error: is told of missing gradients.
-        hook: the state and the function of a registered communication hook; None: there is none.
-        audited: what ``audit_every`` compares; None: the parameters.
+    ``make_reducer`` is the class of its reducer, and ``note_error`` is told of missing gradients. A ``hook`` that is
+    registered comes with its state. ``audited`` is what ``audit_every`` compares; None: the parameters.
     """
 
     def __init__(

@@ -21,11 +21,7 @@ class Unexpected(ValueError):
 
 
 def parsed(data: bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: the text is not JSON, is cut short, or is nested too deeply.
-    """
+    """The value of a JSON text. Raises ValueError if it is not JSON, is cut short, or is nested too deeply."""
     try:
         value = json.loads(data, parse_constant=_refuse)
         if _depth(value) <= DEEPEST:
@@ -51,16 +47,10 @@ def _refuse(constant: str) -> None:
 
 
 def restored(value: Any, kind: Any, place: str) -> Any:
-    """The value of type ``kind`` of which ``asdict`` and ``json`` made ``value``.
+    """The value of type ``kind`` of which ``asdict`` and ``json`` made ``value``, as :func:`parsed` returns it.
 
-    Args:
-        value: returned by :func:`parsed`.
-        kind: str, int, float, bool; a dataclass, tuple, list or dict (with str as keys) of such types; Literal; or one
-            of these or None.
-        place: where the value stands, in words, for errors.
-
-    Raises:
-        Unexpected: the value is of another type.
+    A kind is str, int, float, bool; a dataclass, tuple, list or dict (with str as keys) of such types; Literal; or one
+    of these or None. Raises Unexpected, with the ``place`` of the value, in words, if it is of another type.
     """
     if kind is Any:
         return value

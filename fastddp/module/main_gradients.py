@@ -33,10 +33,8 @@ def without_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class MainGradients:
     """The dtype and the place of gradients (Note [Main gradients], ``csrc/bucket/gradient_memory.h``)."""
 
-    dtype: torch.dtype | None
-    """Of the gradients of 16-bit parameters; None: the parameter's. Other gradients always have the parameter's."""
-    are_apart: bool
-    """Whether they are in ``parameter.main_grad``."""
+    dtype: torch.dtype | None  # of the gradients of 16-bit parameters; None, and of others: the parameter's
+    are_apart: bool  # whether they are in ``parameter.main_grad``
 
     @classmethod
     def of_config(cls, config: Config) -> MainGradients:

@@ -16,8 +16,7 @@ class NamedParameters:
 
     names: list[str]
     tensors: list[nn.Parameter]
-    sparse: list[int]
-    """The numbers of the parameters whose gradients are sparse tensors."""
+    sparse: list[int]  # the numbers of the parameters whose gradients are sparse tensors
 
     def __iter__(self) -> Iterator[tuple[str, nn.Parameter]]:
         return zip(self.names, self.tensors, strict=True)

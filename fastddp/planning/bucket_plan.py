@@ -32,10 +32,8 @@ def plan_buckets(parameters: Sequence[Tensor], caps: Sequence[int], order: Seque
 
     Args:
         parameters: of any shape, dtype and device.
-        caps: bytes at which the first, second, ... bucket of a dtype and device is closed; the last cap holds for all
-            buckets after it.
-        order: a permutation of the parameters' indices: the order in which their gradients are expected. Default: the
-            reverse of ``parameters``, because backward runs against the order in which layers are registered.
+        caps: bytes at which the first, second, ... bucket of a dtype and device is closed; the last is for all others.
+        order: of the parameters' indices, in which gradients are expected. Default: reversed, as backward runs.
 
     Example: four parameters of 4 bytes each with caps [4, 8] give [[3], [2, 1], [0]].
     """

@@ -27,10 +27,8 @@ _READINESS = attrgetter("ready")
 class Link:
     """What a collective of a process group costs."""
 
-    latency: float
-    """Seconds, whatever travels."""
-    bandwidth: float
-    """Bytes of gradients a second; what moves on the wire may be more."""
+    latency: float  # seconds, whatever travels
+    bandwidth: float  # bytes of gradients a second; what moves on the wire may be more
 
     def seconds(self, size: int) -> float:
         """The time of a collective of ``size`` bytes."""
@@ -46,12 +44,9 @@ class Link:
 class Gradient:
     """What the model knows of one gradient."""
 
-    ready: float
-    """Seconds from the beginning of the step."""
-    bytes: int
-    """On the wire."""
-    kind: Hashable
-    """Gradients of two kinds (dtype, device) share no bucket."""
+    ready: float  # seconds from the beginning of the step
+    bytes: int  # on the wire
+    kind: Hashable  # gradients of two kinds (dtype, device) share no bucket
 
 
 def end_of(plan: Buckets, gradients: Sequence[Gradient], link: Link) -> float:
@@ -90,8 +85,7 @@ def best_plan(gradients: Sequence[Gradient], link: Link, largest: float = math.i
 class _Item(Gradient):
     """Gradients of a kind that stay together."""
 
-    members: tuple[int, ...]
-    """Indices, in the order in which they get ready."""
+    members: tuple[int, ...]  # indices, in the order in which they get ready
 
 
 def _items(gradients: Sequence[Gradient]) -> list[_Item]:

@@ -20,14 +20,10 @@ class PinnedPlan:
     error is kept until ranks have compared their ``rows``.
     """
 
-    buckets: Buckets | None = None
-    """None: no plan was given, or there is a ``problem``."""
-    caps: tuple[int, ...] = ()
-    """Caps that would give about these buckets, for attributes that show caps."""
-    rows: Sequence[str] = ()
-    """Texts that must be equal on all ranks: where each parameter is, or what is wrong."""
-    problem: Exception | None = None
-    """To be raised behind the comparison."""
+    buckets: Buckets | None = None  # None: no plan was given, or there is a ``problem``
+    caps: tuple[int, ...] = ()  # caps that would give about these buckets, for attributes that show caps
+    rows: Sequence[str] = ()  # texts that must be equal on all ranks: where each parameter is, or what is wrong
+    problem: Exception | None = None  # to be raised behind the comparison
 
     @staticmethod
     def of(
