@@ -41,10 +41,9 @@ from fastddp.ranks.backends import check_group, check_numbers, default_group
 from fastddp.ranks.hierarchy import HierarchyArgument, check_hierarchy, describe_hierarchy
 from fastddp.ranks.wire_memory import WireMemory
 from fastddp.torch_compat.compiling import ActiveModel
-from fastddp.torch_compat.distributed_autograd import refuse_distributed_autograd
-from fastddp.torch_compat.helpers import check_beside_torchs
 from fastddp.torch_compat.job_options import hook_in_force, with_job_options
 from fastddp.torch_compat.optimizer_in_backward import take_over_optimizers
+from fastddp.torch_compat.refusals import check_beside_torchs, refuse_distributed_autograd
 from fastddp.watch import presence
 from fastddp.watch.options import Watch, check_watch
 from fastddp.watch.stalls import begin_to_watch
@@ -333,7 +332,8 @@ class DistributedDataParallel(Additions):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         engine = self.engine
         check_beside_torchs(TorchDDP._active_ddp_module, self._recipe.parameters.tensors)
-        engine.check_sharded()
+        if engine.sharded is not None:
+            engine.sharded.check_parameters()
         grad_enabled = torch.is_grad_enabled()
         synchronises = grad_enabled and self.require_backward_grad_sync
         if synchronises:

@@ -72,22 +72,18 @@ class Recipe:
         return plan(like, self.config.bucket_caps, order)
 
 
-class Sharded(Protocol):
-    """A sharded optimizer."""
+class _Sharded(Protocol):
+    """A sharded optimizer: :class:`fastddp.sharding.parts.Parts`, which explains these."""
 
-    optimizer: Callable[[], object]  # what users have of it; None: it is gone
+    optimizer: Callable[[], object]
 
-    def check_parameters(self) -> None:
-        """Raise RuntimeError if some are those before the last step."""
+    def check_parameters(self) -> None: ...
 
-    def parameters_ready(self) -> None:
-        """Wait until all parameters are here."""
+    def parameters_ready(self) -> None: ...
 
-    def lay_out(self) -> _C.Sharding:
-        """Put parameters into flat memory for the buckets in force, with what was there, and say who has what."""
+    def lay_out(self) -> _C.Sharding: ...
 
-    def gradients(self) -> Sequence[torch.Tensor]:
-        """This rank's part of the gradients."""
+    def gradients(self) -> Sequence[torch.Tensor]: ...
 
 
 class Engine:
@@ -110,7 +106,7 @@ class Engine:
         self.recipe = recipe
         self.has_rebuilt_buckets = False
         self.slow_ranks: SlowRanks | None = None
-        self.sharded: Sharded | None = None
+        self.sharded: _Sharded | None = None
         self._note_error = note_error
         self._of_model: OfModel | None = None
         config, watch = recipe.config, recipe.watch
@@ -295,7 +291,7 @@ class Engine:
         else:
             self._install(self.now.exchange)
 
-    def shard(self, sharded: Sharded) -> None:
+    def shard(self, sharded: _Sharded) -> None:
         """From the next window on, each rank gets the averages of its own part of every bucket, as ``sharded`` decides.
 
         Raises ValueError, before anything is changed, if gradients travel in a way that cannot be sharded.
@@ -319,11 +315,6 @@ class Engine:
         self.has_rebuilt_buckets = False
 
     # ---------------------------------------------------------------------------------------------------- a window
-
-    def check_sharded(self) -> None:
-        """Raise RuntimeError if a sharded optimizer has left parameters incomplete."""
-        if self.sharded is not None:
-            self.sharded.check_parameters()
 
     def check_none_missing(self) -> None:
         """If the last window lacks gradients, give it up and raise RuntimeError."""

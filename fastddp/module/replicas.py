@@ -58,14 +58,7 @@ def verify_replicas(
         device: where tensors must live for this group's collectives.
         plan: the parameters of a bucket plan that was given, a text for each, to be compared as well.
         setting: an argument and its value, to be compared as well.
-        number: this rank's proposal of a number, which is not compared.
-
-    Returns:
-        The greatest ``number`` of all ranks.
-
-    Raises:
-        RuntimeError: on every rank if any rank differs; it names the first parameter that differs, both ranks' values,
-            how many differ, causes and remedies; or which rank was given which ``setting``.
+        number: this rank's proposal of a number, which is not compared. The greatest of all ranks is returned.
     """
     model: list[_Row] = [_describe(name, tensor) for name, tensor in parameters]
     texts = [json.dumps(rows).encode() for rows in (model, list(plan), [setting])]
@@ -326,14 +319,10 @@ class _Piece:
         wire = torch.empty(sum(padded), dtype=torch.uint8, device=tensors[0].device)
         starts = wire.split(padded)
         views = [start[:size].view(dtype) for start, size, dtype in zip(starts, sizes, by_dtype, strict=True)]
-        piece = _Piece(wire, list(zip(views, by_dtype.values(), strict=True)))
-        if is_source:
-            piece.pack()
-        return piece
-
-    def pack(self) -> None:
-        for view, tensors in self.staged:
-            torch.cat([tensor.reshape(-1) for tensor in tensors], out=view)
+        staged = list(zip(views, by_dtype.values(), strict=True))
+        for view, group in staged if is_source else ():
+            torch.cat([tensor.reshape(-1) for tensor in group], out=view)
+        return _Piece(wire, staged)
 
     def unpack(self) -> None:
         for view, tensors in self.staged:

@@ -36,10 +36,8 @@ class Delayed:
     ) -> Delayed | None:
         """Resolve ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``; None if neither is given.
 
-        Frozen parameters among ``delayed`` have no gradient and are left out.
-
-        Raises:
-            ValueError: only one of the two is given, or one names a parameter whose gradients are not synchronised.
+        Frozen parameters among ``delayed`` have no gradient and are left out. Raises ValueError if only one of the two
+        is given, or one names a parameter whose gradients are not synchronised.
         """
         if (delayed is None) != (awaited is None):
             raise ValueError(

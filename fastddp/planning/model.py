@@ -68,14 +68,8 @@ def best_plan(gradients: Sequence[Gradient], link: Link, largest: float = math.i
     earlier one, because ``max(end, ready) + latency + bytes / bandwidth`` grows with ``end``, in floating point too. So
     of all ways to one such state only the earliest has to be kept.
 
-    Args:
-        gradients: in any order.
-        link: what collectives cost.
-        largest: bytes up to which ``link`` is known to hold. No bucket of several gradients has more.
-
-    Returns:
-        Indices into ``gradients``; buckets in the order of their collectives, and within a bucket gradients in the
-        order in which they get ready.
+    Up to ``largest`` bytes ``link`` is known to hold, and no bucket of several gradients has more. Returned are indices
+    into ``gradients``: buckets in the order of their collectives, gradients in that in which they get ready.
     """
     items = _merged(sorted(_items(gradients), key=_READINESS), largest)
     return [list(bucket.members) for bucket in _coarsened(_first_to_end(items, link, largest), link, largest)]

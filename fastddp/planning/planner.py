@@ -56,11 +56,9 @@ class Planner:
     ) -> tuple[Buckets, bool] | None:
         """The best plan for the parameters of ``setting.plan``, and whether it is for several lanes.
 
-        A collective, between two windows. The first call takes about a second, in which the process group is measured.
-        It takes longer where a collective of a few bytes takes a tenth of a second or more.
-
-        Returns:
-            None if buckets stay as they are: no measured window went well on any rank, or nothing supports a plan.
+        A collective, between two windows. The first call takes about a second, in which the process group is measured;
+        more where a collective of a few bytes takes a tenth of a second. None: buckets stay as they are, because no
+        measured window went well on any rank, or nothing supports a plan.
         """
         self._due = None
         self._left -= 1
