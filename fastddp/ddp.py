@@ -360,8 +360,7 @@ class DistributedDataParallel(Additions):
         """Do what ranks do together before a forward; ``is_shadow``: this rank has no inputs (torch's Join)."""
         engine = self.engine
         if grad_enabled and not engine.has_rebuilt_buckets:
-            main_gradients = engine.now.main_gradients
-            take_over_optimizers(self.reducer, self._recipe.parameters.tensors, main_gradients.are_apart)
+            take_over_optimizers(self.reducer, self._recipe.parameters.tensors, engine.now.main_gradients.are_apart)
             engine.rebuild_buckets()
         if grad_enabled:
             engine.plan_buckets()

@@ -97,23 +97,20 @@ def broadcast_replicas(
     in_flight: int = 2,
     preserve_versions: bool = False,
 ) -> None:
-    """Overwrite ``tensors`` in place with those of rank ``src``, many tensors to a collective.
+    """Overwrite ``tensors`` in place with those of rank ``src`` of the group, many tensors to a collective.
 
-    Tensors travel as bytes, so a piece can mix dtypes, and every dtype works on every backend. Each rank keeps its own
-    strides: elements correspond by their logical order. A piece of one contiguous tensor is sent from and received into
-    the tensor's own memory.
+    They are parameters or buffers, as many and of the same sizes on each rank. They travel as bytes, so a piece can mix
+    dtypes, and every dtype works on every backend. Each rank keeps its own strides: elements correspond by their
+    logical order. A piece of one contiguous tensor is sent from and received into the tensor's own memory.
 
     Args:
-        tensors: parameters or buffers, of any dtype, shape and strides, as many and of the same sizes on each rank;
-            empty ones are skipped.
+        tensors: of any dtype, shape and strides; empty ones are skipped.
         process_group: the ranks that hold replicas.
-        src: the rank within ``process_group`` whose values all ranks get.
-        piece_bytes: upper bound on a piece of several tensors. A larger tensor is a piece of its own, and so is one of
-            1 MiB or more.
-        in_flight: how many pieces may be on their way at once. It bounds the memory used: in_flight x piece_bytes.
+        src: the rank whose values all get.
+        piece_bytes: of several tensors at most. A larger tensor is a piece of its own, and so is one of 1 MiB or more.
+        in_flight: pieces that may be on their way at once, which bounds the memory used: in_flight x piece_bytes.
         preserve_versions: leave autograd's version counters as they are, so that a graph that saved one of these
-            tensors can still run backward. This is right for buffers that are broadcast before each forward (the saved
-            tensor may then hold rank ``src``'s newer values), and wrong for parameters.
+            tensors can still run backward: right for buffers before a forward, wrong for parameters.
     """
     writable = [_without_repeats(tensor) for tensor in tensors if tensor.numel()]
     versions = torch.autograd._unsafe_preserve_version_counter(tuple(writable)) if preserve_versions else nullcontext()

@@ -1,4 +1,4 @@
-"""Options for wrappers whose code says nothing about them: those of ``python -m fastddp`` and :func:`fastddp.patch`.
+"""Options of ``python -m fastddp`` and :func:`fastddp.patch`, for wrappers whose code says nothing about them.
 
 They stand for arguments of the constructor that a script leaves out, and for a hook that it does not register. What the
 script says itself wins. How options go together is checked where the constructor checks its arguments.
