@@ -14,7 +14,7 @@ from fastddp.module.backward import when_backward_ends, when_backward_reaches
 
 
 def buffer_hook(state: object, hook: Callable[..., Any], location: _BufferCommHookLocation) -> _BufferCommHook:
-    """Torch's record of a hook that replaces the broadcast. Raises TypeError if ``hook`` or ``location`` is none."""
+    """Torch's record of a hook that replaces the broadcast. Raises TypeError for what is no hook or location."""
     if not callable(hook):
         raise TypeError(f"A hook for buffers must be callable, got {type(hook).__name__}." + see("FD024"))
     if not isinstance(location, _BufferCommHookLocation):

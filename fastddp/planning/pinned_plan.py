@@ -48,7 +48,7 @@ class PinnedPlan:
 
 
 def fit(plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], without: Collection[int] = ()) -> Buckets:
-    """The plan's buckets as indices into ``parameters``, which are found by name. Raises ValueError if it misfits."""
+    """The plan's buckets as indices into ``parameters``, found by name. Raises ValueError if it does not fit."""
     index_of = {name: index for index, name in enumerate(names) if index not in without}
     buckets: Buckets = []
     for bucket in plan.buckets:
