@@ -9,10 +9,10 @@ check_build()  # first, because importing fastddp._C under another torch fails w
 
 from fastddp import comm_hooks  # noqa: E402
 from fastddp._build_info import version as __version__  # noqa: E402
-from fastddp.bucket_plan import BucketPlan  # noqa: E402
-from fastddp.clipping import clip_grad_norm_  # noqa: E402
 from fastddp.ddp import DistributedDataParallel  # noqa: E402
 from fastddp.patching import patch  # noqa: E402
+from fastddp.planning.bucket_plan import BucketPlan  # noqa: E402
+from fastddp.sharding.clipping import clip_grad_norm_  # noqa: E402
 from fastddp.sharding.optimizer import ShardedOptimizer  # noqa: E402
 from fastddp.watch.corruption import Corruption, CorruptionError  # noqa: E402
 from fastddp.watch.options import Watch  # noqa: E402

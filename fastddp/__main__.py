@@ -17,11 +17,11 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from fastddp import patching, presence
+from fastddp import patching
 from fastddp.comm_hooks import HOOK_NAMES
-from fastddp.job_options import check_options
 from fastddp.ranks.listing import names_near
-from fastddp.watch import roll
+from fastddp.torch_compat.job_options import check_options
+from fastddp.watch import presence, roll
 
 # What a wrapper gets whose code says nothing about it. "off" turns off what is on by default.
 _OPTIONS: dict[str, dict[str, Any]] = {

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastddp.bucket_plan import BucketPlan
 from fastddp.errors import see
+from fastddp.planning.bucket_plan import BucketPlan
 from fastddp.times.step_report import StepReport
 from fastddp.torch_compat.surface import TorchSurface
 from fastddp.watch.non_finite import NonFinite, blame

@@ -13,34 +13,25 @@ import torch.distributed as dist
 from torch import nn
 
 from fastddp._C import Expect
-from fastddp.bucket_plan import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, STAGED_BUCKET_BYTES
 from fastddp.errors import see
+
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Config:
     """How one model is synchronised. Made by :meth:`from_arguments`."""
 
-    bucket_caps: tuple[int, ...]
-    """Bytes of the first, second, ... bucket; the last number holds for all further buckets."""
-    gradient_as_bucket_view: bool
-    """Whether ``parameter.grad`` is a view of its bucket's wire."""
-    forward_sync_buffers: bool
-    """Whether each forward begins with rank 0's buffers on all ranks."""
-    init_sync: bool
-    """Whether construction verifies the parameters and broadcasts rank 0's values."""
-    init_sync_buffers: bool
-    """Whether construction does so for the buffers."""
-    expect: Expect
-    """Which gradients a backward is expected to bring."""
-    plans_buckets: bool = False
-    """Whether ``bucket_caps`` hold only until a plan is made from measurements of the first windows."""
-    main_grads: Literal["grad", "main_grad"] | None = None
-    """The attribute that holds the fp32 gradients of 16-bit parameters; None: gradients have the parameter's dtype."""
-    wire_memory: Literal["registered", "symmetric"] | None = None
-    """The memory of wires; None: what torch's DDP would take."""
-    lends_wires: bool = False
-    """Whether the memory of wires is given back between windows."""
+    bucket_caps: tuple[int, ...]  # bytes of the first, second, ... bucket; the last number holds for all others
+    gradient_as_bucket_view: bool  # whether ``parameter.grad`` is a view of its bucket's wire
+    forward_sync_buffers: bool  # whether each forward begins with rank 0's buffers on all ranks
+    init_sync: bool  # whether construction verifies the parameters and broadcasts rank 0's values
+    init_sync_buffers: bool  # whether construction does so for the buffers
+    expect: Expect  # which gradients a backward is expected to bring
+    plans_buckets: bool = False  # whether ``bucket_caps`` hold only until the first windows have been measured
+    main_grads: Literal["grad", "main_grad"] | None = None  # what holds fp32 gradients; None: they are not in fp32
+    wire_memory: Literal["registered", "symmetric"] | None = None  # None: what torch's DDP would take
+    lends_wires: bool = False  # whether the memory of wires is given back between windows
 
     @classmethod
     def from_arguments(
@@ -64,15 +55,9 @@ class Config:
         wire_memory: Literal["registered", "symmetric"] | None = None,
         lends_wires: bool = False,
     ) -> Config:
-        """Resolve the constructor's arguments, which mean what they mean for torch's DDP.
+        """Resolve the constructor's arguments; some defaults depend on the type of the parameters' devices.
 
-        Some defaults depend on ``device_type``, the type of the parameters' devices.
-
-        Raises:
-            ValueError: a bucket size is not a number of MiB >= 0, or the sizes are no list or an empty one; sizes come
-                with a plan, which already says what is in each bucket; ``bucket_cap_mb="auto"`` comes with sizes,
-                delayed gradients or a hierarchy; ``main_grads`` or ``wire_memory`` is none of the choices, or does not
-                go with another option or this torch.
+        Raises ValueError if an option has no value of its kind, or does not go with another option or this torch.
         """
         _check_main_grads(main_grads, gradient_as_bucket_view, is_mixed_precision)
         _check_wire_memory(
@@ -179,9 +164,9 @@ def _resolve_caps(cap_mb: object, cap_mb_list: object, device_type: str, has_hie
         if device_type == "cpu":
             # Collectives run on backward's cores, so an earlier start is no earlier end. In two levels a bucket goes
             # through several stages, which overlap only with stages of other buckets.
-            return (STAGED_BUCKET_BYTES if has_hierarchy else DEFAULT_BUCKET_BYTES,)
+            return ((6 if has_hierarchy else 25) * _MIB,)
         # A small first bucket starts to travel early, while the network is idle.
-        return (FIRST_BUCKET_BYTES, DEFAULT_BUCKET_BYTES)
+        return (_MIB, 25 * _MIB)
     return (_bytes(cap_mb, "bucket_cap_mb"),)
 
 
@@ -196,7 +181,7 @@ def _bytes(cap_mb: Any, option: str) -> int:
     if not is_number or not cap_mb >= 0:
         or_auto = '; or "auto"' if option == "bucket_cap_mb" else ""
         raise ValueError(f"{option} must be a number of MiB >= 0, got {cap_mb!r}{or_auto}." + see("FD024"))
-    return int(float(min(cap_mb, 2**42)) * MIB)  # numpy's integers would overflow
+    return int(float(min(cap_mb, 2**42)) * _MIB)  # numpy's integers would overflow
 
 
 def _resolve_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:

@@ -19,14 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastddp import comm_hooks, presence
+from fastddp import comm_hooks
 from fastddp._C import Range
 from fastddp.additions import Additions
-from fastddp.bucket_plan import BucketPlan
 from fastddp.config import Config, check_types
 from fastddp.engine import Recipe
 from fastddp.errors import see
-from fastddp.job_options import hook_in_force, with_job_options
 from fastddp.module.buffers import BufferSync
 from fastddp.module.main_gradients import MainGradients
 from fastddp.module.meshes import LocalParts, group_of_mesh, keeps_refused_module
@@ -35,6 +33,7 @@ from fastddp.module.numbering import ModelNumber, next_number, number_of_a_copy,
 from fastddp.module.parameters import collect_parameters, named_buffers, replicated_tensors
 from fastddp.module.replicas import PIECE_BYTES, broadcast_replicas, check_dense, verify_replicas
 from fastddp.module.stand_ins import StandIns
+from fastddp.planning.bucket_plan import BucketPlan
 from fastddp.planning.delayed import Delayed
 from fastddp.planning.pinned_plan import PinnedPlan
 from fastddp.planning.planner import check_planned_hook
@@ -42,9 +41,10 @@ from fastddp.ranks.backends import check_group, check_numbers, default_group
 from fastddp.ranks.hierarchy import HierarchyArgument, check_hierarchy, describe_hierarchy
 from fastddp.ranks.wire_memory import WireMemory
 from fastddp.torch_compat.compiling import ActiveModel
-from fastddp.torch_compat.distributed_autograd import refuse_distributed_autograd
-from fastddp.torch_compat.helpers import check_beside_torchs
+from fastddp.torch_compat.job_options import hook_in_force, with_job_options
 from fastddp.torch_compat.optimizer_in_backward import take_over_optimizers
+from fastddp.torch_compat.refusals import check_beside_torchs, refuse_distributed_autograd
+from fastddp.watch import presence
 from fastddp.watch.options import Watch, check_watch
 from fastddp.watch.stalls import begin_to_watch
 from fastddp.window import joining
@@ -203,16 +203,9 @@ class DistributedDataParallel(Additions):
         pinned_plan = PinnedPlan.of(buckets, parameters.names, like, parameters.sparse)
         if pinned_plan.caps:
             config = dataclasses.replace(config, bucket_caps=pinned_plan.caps)
+        ignored = self.parameters_to_ignore
         self._recipe = Recipe(
-            module=module,
-            ignored=self.parameters_to_ignore,
-            parameters=parameters,
-            config=config,
-            watch=watch,
-            gradient_average=gradient_average,
-            hierarchy=hierarchy,
-            pinned_plan=pinned_plan,
-            delayed=delayed,
+            module, ignored, parameters, config, watch, gradient_average, hierarchy, pinned_plan, delayed
         )
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
@@ -223,23 +216,22 @@ class DistributedDataParallel(Additions):
         self._set_devices(device_ids, output_device)
         self._number = self._synchronise_replicas()
         self.mixed_precision = mixed_precision
-        self._low_precision = (
-            None if mixed_precision is None else LowPrecision(mixed_precision, module, self.parameters_to_ignore)
-        )
-        if self._low_precision is not None:
+        self._low_precision: LowPrecision | None = None
+        steps = [local_parts.as_dtensor] if local_parts else []
+        if mixed_precision is not None:
+            self._low_precision = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
             self._recipe = dataclasses.replace(self._recipe, wire=self._low_precision.wire)
-        steps = [self._low_precision.copy_of] if self._low_precision else []
-        steps += [local_parts.as_dtensor] if local_parts else []
+            steps.insert(0, self._low_precision.copy_of)
         self._stand_ins = StandIns(steps) if steps else None
         self._buffer_sync = BufferSync()
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
         self._hook_may_change = False
         self._make_engine()
-        self._assign_modules_buffers()
         hook = hook_in_force()
         if hook is not None:
             self.register_comm_hook(*hook)
             self._hook_may_change = True
+        self._assign_modules_buffers()
         if self._low_precision is not None:
             self._low_precision.cast_buffers(self.modules_buffers)  # last: construction can no longer fail
         presence.tell(self.engine.now, watch, hook and hook[1])
@@ -340,13 +332,17 @@ class DistributedDataParallel(Additions):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         engine = self.engine
         check_beside_torchs(TorchDDP._active_ddp_module, self._recipe.parameters.tensors)
-        engine.check_sharded()
+        if engine.sharded is not None:
+            engine.sharded.check_parameters()
         grad_enabled = torch.is_grad_enabled()
         synchronises = grad_enabled and self.require_backward_grad_sync
         if synchronises:
             check_group(self.process_group)
             refuse_distributed_autograd()
-            self._check_parameters()
+            if self._stand_ins is not None:
+                self._stand_ins.put_parameters_back()
+            if torch._C._current_graph_task_id() == -1:  # in a backward, stand-ins may be in the parameters' places
+                engine.parameter_watch.check()
         if grad_enabled:
             engine.check_none_missing()
             engine.look_for_corruption()
@@ -360,18 +356,11 @@ class DistributedDataParallel(Additions):
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
         return (inputs, kwargs) if self._low_precision is None else self._low_precision.cast((inputs, kwargs))
 
-    def _check_parameters(self) -> None:
-        if self._stand_ins is not None:
-            self._stand_ins.put_parameters_back()
-        if torch._C._current_graph_task_id() == -1:  # in a backward, stand-ins may be in the parameters' places
-            self.engine.check_parameters()
-
     def _begin_step(self, synchronises: bool, grad_enabled: bool, is_shadow: bool = False) -> None:
         """Do what ranks do together before a forward; ``is_shadow``: this rank has no inputs (torch's Join)."""
         engine = self.engine
         if grad_enabled and not engine.has_rebuilt_buckets:
-            main_gradients = engine.now.main_gradients
-            take_over_optimizers(self.reducer, self._recipe.parameters.tensors, main_gradients.are_apart)
+            take_over_optimizers(self.reducer, self._recipe.parameters.tensors, engine.now.main_gradients.are_apart)
             engine.rebuild_buckets()
         if grad_enabled:
             engine.plan_buckets()
@@ -424,7 +413,8 @@ class DistributedDataParallel(Additions):
             self._buffer_sync.call(self.buffer_hook, self.named_module_buffers)
         else:
             check_dense(self.named_module_buffers.items())
-            self._buffer_sync.broadcast(self.modules_buffers, self.process_group, authoritative_rank)
+            # A graph of an earlier forward may have saved a buffer, and must still be able to run backward.
+            broadcast_replicas(self.modules_buffers, self.process_group, authoritative_rank, preserve_versions=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

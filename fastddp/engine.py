@@ -14,19 +14,19 @@ import torch.distributed as dist
 from torch import nn
 
 from fastddp import _C, comm_hooks
-from fastddp.bucket_plan import Buckets, become_complete_in_order, plan_buckets, with_one_dtype
 from fastddp.config import Config
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting, check_wire
+from fastddp.exchange.in_force import InForce
 from fastddp.exchange.of_model import OfModel
 from fastddp.exchange.sharded import check_shardable, in_shards
 from fastddp.exchange.two_level import in_levels
-from fastddp.in_force import InForce
 from fastddp.module.main_gradients import MainGradients
 from fastddp.module.nested import tensors_in
 from fastddp.module.numbering import ModelNumber
 from fastddp.module.parameter_watch import ParameterWatch
 from fastddp.module.parameters import NamedParameters, replicated_tensors
 from fastddp.module.replicas import agree_on, agree_on_order, check_same_model
+from fastddp.planning.bucket_plan import Buckets, become_complete_in_order, plan_buckets, with_one_dtype
 from fastddp.planning.delayed import Delayed
 from fastddp.planning.pinned_plan import PinnedPlan
 from fastddp.planning.planner import Planner
@@ -52,8 +52,7 @@ class Recipe:
     """The arguments of an engine. They outlive it, so that another engine can be made."""
 
     module: nn.Module
-    ignored: set[str]
-    """Names of parameters and buffers that are left alone."""
+    ignored: set[str]  # names of parameters and buffers that are left alone
     parameters: NamedParameters
     config: Config
     watch: Watch
@@ -61,16 +60,10 @@ class Recipe:
     hierarchy: HierarchyArgument
     pinned_plan: PinnedPlan
     delayed: Delayed | None
-    wire: torch.dtype | None = None
-    """The dtype of wires where no hook is registered; None: the gradients'."""
+    wire: torch.dtype | None = None  # the dtype of wires where no hook is registered; None: the gradients'
 
     def plan(self, like: Sequence[torch.Tensor], order: Sequence[int] | None = None) -> Buckets:
-        """The buckets.
-
-        Args:
-            like: by parameter, a tensor like the gradient.
-            order: in which gradients come; None: the reverse of registration, for the first window.
-        """
+        """The buckets of gradients ``like`` these, which come in ``order``; None: the reverse of registration."""
         if self.pinned_plan.buckets is not None:
             return self.pinned_plan.buckets
         if order is None:
@@ -79,36 +72,25 @@ class Recipe:
         return plan(like, self.config.bucket_caps, order)
 
 
-class Sharded(Protocol):
-    """A sharded optimizer."""
+class _Sharded(Protocol):
+    """A sharded optimizer: :class:`fastddp.sharding.parts.Parts`, which explains these."""
 
     optimizer: Callable[[], object]
-    """What users have of it; None: it is gone."""
 
-    def check_parameters(self) -> None:
-        """Raise RuntimeError if some are those before the last step."""
+    def check_parameters(self) -> None: ...
 
-    def parameters_ready(self) -> None:
-        """Wait until all parameters are here."""
+    def parameters_ready(self) -> None: ...
 
-    def lay_out(self) -> _C.Sharding:
-        """Put parameters into flat memory for the buckets in force, with what was there, and say who has what."""
+    def lay_out(self) -> _C.Sharding: ...
 
-    def gradients(self) -> Sequence[torch.Tensor]:
-        """This rank's part of the gradients."""
+    def gradients(self) -> Sequence[torch.Tensor]: ...
 
 
 class Engine:
     """Reducer, setting, schedule, exchange and watchers of one model.
 
-    Args:
-        recipe: the other arguments.
-        process_group: the ranks to average over.
-        number: of the model.
-        make_reducer: the class of its reducer.
-        note_error: is told of missing gradients.
-        hook: the state and the function of a registered communication hook; None: there is none.
-        audited: what ``audit_every`` compares; None: the parameters.
+    ``make_reducer`` is the class of its reducer, and ``note_error`` is told of missing gradients. A ``hook`` that is
+    registered comes with its state. ``audited`` is what ``audit_every`` compares; None: the parameters.
     """
 
     def __init__(
@@ -124,7 +106,7 @@ class Engine:
         self.recipe = recipe
         self.has_rebuilt_buckets = False
         self.slow_ranks: SlowRanks | None = None
-        self.sharded: Sharded | None = None
+        self.sharded: _Sharded | None = None
         self._note_error = note_error
         self._of_model: OfModel | None = None
         config, watch = recipe.config, recipe.watch
@@ -135,9 +117,7 @@ class Engine:
         like = main_gradients.like(parameters)
         plan = recipe.plan(like)
         self.reducer = self._make_reducer(make_reducer, plan, main_gradients, process_group)
-        self._parameter_watch = ParameterWatch(
-            recipe.module, recipe.ignored, recipe.parameters.names, parameters, self.reducer
-        )
+        self.parameter_watch = ParameterWatch(recipe.module, recipe.ignored, recipe.parameters, self.reducer)
         average = recipe.gradient_average
         self._weight = Weight(1.0 if isinstance(average, str) else average, device)
         self.reducer.set_model_number(number.agreed)
@@ -311,14 +291,10 @@ class Engine:
         else:
             self._install(self.now.exchange)
 
-    def shard(self, sharded: Sharded) -> None:
-        """From the next window on, each rank gets the averages of its own part of every bucket.
+    def shard(self, sharded: _Sharded) -> None:
+        """From the next window on, each rank gets the averages of its own part of every bucket, as ``sharded`` decides.
 
-        Args:
-            sharded: decides who has what, for the buckets in force; now and whenever there are others.
-
-        Raises:
-            ValueError: gradients travel in a way that cannot be sharded. Nothing has been changed.
+        Raises ValueError, before anything is changed, if gradients travel in a way that cannot be sharded.
         """
         now = self.now
         self.reducer.repair_if_failed()
@@ -339,15 +315,6 @@ class Engine:
         self.has_rebuilt_buckets = False
 
     # ---------------------------------------------------------------------------------------------------- a window
-
-    def check_parameters(self) -> None:
-        """Raise RuntimeError if the module has a new parameter that would train on this rank alone."""
-        self._parameter_watch.check()
-
-    def check_sharded(self) -> None:
-        """Raise RuntimeError if a sharded optimizer has left parameters incomplete."""
-        if self.sharded is not None:
-            self.sharded.check_parameters()
 
     def check_none_missing(self) -> None:
         """If the last window lacks gradients, give it up and raise RuntimeError."""
@@ -374,11 +341,7 @@ class Engine:
             self._non_finite.look()
 
     def begin_window(self, counts: bool = True) -> None:
-        """Agree with the other ranks how the coming window's gradients travel and, while forward runs, on weights.
-
-        Args:
-            counts: whether this rank has inputs.
-        """
+        """Agree with other ranks how the window's gradients travel, and on weights; ``counts``: this one has inputs."""
         now = self.now
         exchange = self.schedule(self.reducer.windows())
         if exchange != now.exchange:

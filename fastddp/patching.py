@@ -10,16 +10,18 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from multiprocessing import spawn
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Unpack
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fastddp import comm_hooks, job_options, presence
+from fastddp import comm_hooks
 from fastddp.ddp import DistributedDataParallel
-from fastddp.job_options import JobOptions, check_options
 from fastddp.sharding import torchs_clipping
+from fastddp.torch_compat import job_options
+from fastddp.torch_compat.job_options import JobOptions, check_options
+from fastddp.watch import presence
 
 
 class StandsForTorchs(type(TorchDDP)):  # type: ignore[misc]  # torch's metaclass is what it is
@@ -84,9 +86,7 @@ class Patch:
     def __enter__(self) -> Patch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.undo()
 
 
@@ -156,8 +156,8 @@ def patch(**options: Unpack[JobOptions]) -> Patch:
     patched.change(presence, "to_stderr", True)
     patched.change(spawn, "get_preparation_data", _patching(spawn.get_preparation_data))
     for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or _is_ours(module):
-            continue
+        if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "fastddp":
+            continue  # this package needs torch's own class
         for name, value in list(vars(module).items()):
             if id(value) in _REPLACEMENTS:
                 patched.change(module, name, _REPLACEMENTS[id(value)])
@@ -179,12 +179,8 @@ def _shard_where_possible(patched: Patch) -> None:
 class _PatchAgain:
     """Patches the process that unpickles it."""
 
-    def __reduce__(self) -> tuple[Callable[[JobOptions], object], tuple[JobOptions]]:
-        return _patch_again, (job_options.in_force,)
-
-
-def _patch_again(options: JobOptions) -> None:
-    patch(**options)
+    def __reduce__(self) -> tuple[Callable[[], Patch], tuple[()]]:
+        return functools.partial(patch, **job_options.in_force), ()
 
 
 def _patching(preparation: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
@@ -194,11 +190,6 @@ def _patching(preparation: Callable[[str], dict[str, Any]]) -> Callable[[str], d
         return {"fastddp": _PatchAgain(), **preparation(name)}
 
     return preparation_with_patch
-
-
-def _is_ours(module: ModuleType) -> bool:
-    """Whether the module belongs to this package, which needs torch's own class."""
-    return module.__name__.partition(".")[0] == "fastddp"
 
 
 # Read when this module is imported, because a patch changes the names. Stateless hooks are torch's own functions in

@@ -26,19 +26,14 @@ class DocumentFormat:
 
     name: str
     version: int
-    noun: str
-    """The name of its content in errors."""
-    remedy: str
-    """How to get a file that can be read."""
-    largest: int = 16 * MIB
-    """Bytes that are read at most: a plan of 100,000 parameters. In memory they take up to 30 times as many."""
+    noun: str  # the name of its content in errors
+    remedy: str  # how to get a file that can be read
+    largest: int = 16 * MIB  # that is read: a plan of 100,000 parameters, which takes up to 30 times as much memory
 
     def save(self, path: str | os.PathLike[str], content: dict[str, Any]) -> None:
         """Write ``content`` to ``path`` in ASCII, so that no reader finds half of it.
 
-        Raises:
-            OSError: the file cannot be written.
-            ValueError: a number is not finite, which JSON cannot express.
+        Raises OSError, or ValueError if a number is not finite, which JSON cannot express.
         """
         whole = {"format": self.name, "version": self.version, **content}
         text = json.dumps(whole, indent=1, allow_nan=False) + "\n"
@@ -59,10 +54,7 @@ class DocumentFormat:
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read a file that :meth:`save` has written.
 
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: the file is too large, or nested too deeply; it is not JSON, or was cut short; it holds
-                something else, or another version of this format.
+        Raises OSError, or ValueError if the file is too large or too deep, no JSON, or of another format or version.
         """
         path = Path(path)
         with path.open("rb") as file:

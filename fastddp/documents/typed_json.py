@@ -21,11 +21,7 @@ class Unexpected(ValueError):
 
 
 def parsed(data: bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: the text is not JSON, is cut short, or is nested too deeply.
-    """
+    """The value of a JSON text. Raises ValueError if it is not JSON, is cut short, or is nested too deeply."""
     try:
         value = json.loads(data, parse_constant=_refuse)
         if _depth(value) <= DEEPEST:
@@ -51,16 +47,10 @@ def _refuse(constant: str) -> None:
 
 
 def restored(value: Any, kind: Any, place: str) -> Any:
-    """The value of type ``kind`` of which ``asdict`` and ``json`` made ``value``.
+    """The value of type ``kind`` of which ``asdict`` and ``json`` made ``value``, as :func:`parsed` returns it.
 
-    Args:
-        value: returned by :func:`parsed`.
-        kind: str, int, float, bool; a dataclass, tuple, list or dict (with str as keys) of such types; Literal; or one
-            of these or None.
-        place: where the value stands, in words, for errors.
-
-    Raises:
-        Unexpected: the value is of another type.
+    A kind is str, int, float, bool; a dataclass, tuple, list or dict (with str as keys) of such types; Literal; or one
+    of these or None. Raises Unexpected, with the ``place`` of the value, in words, if it is of another type.
     """
     if kind is Any:
         return value
@@ -94,28 +84,21 @@ _WORDS = {str: "a string", int: "a whole number", bool: "true or false"}
 
 def _restored_fields(value: dict[str, Any], kind: type, place: str) -> Iterator[tuple[str, Any]]:
     """The arguments of the dataclass ``kind``, by name."""
-    types, defaults = _field_types(kind), _with_default(kind)
-    if surplus := sorted(value.keys() - types.keys()):
+    known = _fields(kind)
+    if surplus := sorted(value.keys() - known.keys()):
         raise Unexpected(f"{place}.{reprlib.repr(surplus[0])[1:-1]}: there is no such field")
-    for name, field_type in types.items():
-        if name not in value and name in defaults:
-            continue
-        if name not in value:
+    for name, (field_type, may_be_missing) in known.items():
+        if name in value:
+            yield name, restored(value[name], field_type, f"{place}.{name}")
+        elif not may_be_missing:
             raise Unexpected(f"{place}.{name} is missing")
-        yield name, restored(value[name], field_type, f"{place}.{name}")
 
 
 @cache
-def _field_types(kind: type) -> dict[str, Any]:
-    """The type of each field of a dataclass."""
+def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
+    """Of each field of a dataclass the type, and whether it may be missing."""
     types = get_type_hints(kind)
-    return {field.name: types[field.name] for field in fields(kind)}
-
-
-@cache
-def _with_default(kind: type) -> frozenset[str]:
-    """The fields of a dataclass that may be missing."""
-    return frozenset(field.name for field in fields(kind) if field.default is not MISSING)
+    return {field.name: (types[field.name], field.default is not MISSING) for field in fields(kind)}
 
 
 def demand(holds: bool, value: Any, place: str, what: str) -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.bucket_plan import Buckets
 from fastddp.errors import see
 from fastddp.kernel_loading.launching import load_kernels, load_sum_kernels
 from fastddp.ranks.backends import backend_of, check_numbers
@@ -34,7 +33,7 @@ class Setting:
     names: Sequence[str]
     parameters: Sequence[Tensor]
     """Tensors with the gradients' shapes, strides, dtypes and devices. They may have no memory."""
-    plan: Buckets
+    plan: list[list[int]]
     several_lanes: bool = False
     """Whether buckets are so large that a second lane pays."""
     reads_pay: bool = False

@@ -11,11 +11,9 @@ from fastddp.module.nested import tensors_in
 
 
 def when_backward_reaches(output: Any, function: Callable[[], None]) -> None:
-    """Call ``function`` in each backward, before it goes through a node that made a tensor in ``output``.
+    """Call ``function`` in each backward, before it goes through a node that made a tensor in a forward's ``output``.
 
-    Args:
-        output: what a forward returned; :mod:`fastddp.module.nested` says where tensors are found.
-        function: called once for each such node, by autograd's engine, so it may use :func:`when_backward_ends`.
+    Autograd's engine calls it, once for each such node, so it may use :func:`when_backward_ends`.
     """
     for node in {tensor.grad_fn for tensor in tensors_in(output)}:
         if node is not None:
@@ -23,11 +21,9 @@ def when_backward_reaches(output: Any, function: Callable[[], None]) -> None:
 
 
 def when_backward_ends(function: Callable[[], None], also_after_error: bool = False) -> None:
-    """Call ``function`` at the end of the backward that is running.
+    """Call ``function`` at the end of the backward that is running. If it raises, backward raises the same.
 
-    Args:
-        function: if it raises, backward raises the same.
-        also_after_error: call it when the backward raises, too. Its own error is then only printed.
+    With ``also_after_error`` it is called when the backward raises, too. Its own error is then only printed.
     """
     Variable._execution_engine.queue_callback(_CalledWhenDropped(function) if also_after_error else function)
 

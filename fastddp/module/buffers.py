@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from fastddp.errors import see
 from fastddp.module.backward import when_backward_ends, when_backward_reaches
-from fastddp.module.replicas import broadcast_replicas
 
 
 def buffer_hook(state: object, hook: Callable[..., Any], location: _BufferCommHookLocation) -> _BufferCommHook:
-    """Torch's record of a hook that replaces the broadcast.
-
-    Raises:
-        TypeError: ``hook`` is not callable, or ``location`` is none of torch's ``_BufferCommHookLocation``.
-    """
+    """Torch's record of a hook that replaces the broadcast. Raises TypeError for what is no hook or location."""
     if not callable(hook):
         raise TypeError(f"A hook for buffers must be callable, got {type(hook).__name__}." + see("FD024"))
     if not isinstance(location, _BufferCommHookLocation):
@@ -32,22 +26,13 @@ def buffer_hook(state: object, hook: Callable[..., Any], location: _BufferCommHo
 
 
 class BufferSync:
-    """Synchronises the buffers of one model, and waits for futures that its hook has returned."""
+    """Calls the hook of one model's buffers, and waits for the futures that it returns."""
 
     def __init__(self) -> None:
         self._running: list[torch.futures.Future] = []
 
-    def broadcast(self, buffers: Sequence[Tensor], process_group: dist.ProcessGroup, src: int = 0) -> None:
-        """Overwrite ``buffers`` in place with those of rank ``src``."""
-        # A graph of an earlier forward may have saved a buffer, and must still be able to run backward.
-        broadcast_replicas(buffers, process_group, src, preserve_versions=True)
-
     def call(self, hook: _BufferCommHook, buffers: Mapping[str, Tensor]) -> None:
-        """Let ``hook`` synchronise ``buffers``.
-
-        The hook returns None, a future or a list of futures. They are waited for when the backward of this forward
-        ends, at the latest before the next forward.
-        """
+        """Let ``hook`` synchronise ``buffers``; it returns None, a future or a list of futures."""
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
             running = hook.buffer_comm_hook(hook.buffer_comm_hook_state, buffers)
         self._running += [running] if isinstance(running, torch.futures.Future) else running or []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,25 +33,17 @@ def without_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class MainGradients:
     """The dtype and the place of gradients (Note [Main gradients], ``csrc/bucket/gradient_memory.h``)."""
 
-    dtype: torch.dtype | None
-    """Of the gradients of 16-bit parameters; None: the parameter's. Other gradients always have the parameter's."""
-    attribute: Literal["grad", "main_grad"]
-    """The attribute of a parameter that holds its gradient."""
+    dtype: torch.dtype | None  # of the gradients of 16-bit parameters; None, and of others: the parameter's
+    are_apart: bool  # whether they are in ``parameter.main_grad``
 
     @classmethod
     def of_config(cls, config: Config) -> MainGradients:
         """As the options say."""
-        return cls(None if config.main_grads is None else torch.float32, config.main_grads or "grad")
+        return cls(None if config.main_grads is None else torch.float32, config.main_grads == "main_grad")
 
-    @property
-    def are_apart(self) -> bool:
-        """Whether gradients are in ``parameter.main_grad``."""
-        return self.attribute == "main_grad"
-
-    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+    def gradient_of(self, parameter: Any) -> Tensor | None:
         """The gradient of ``parameter``."""
-        gradient: Tensor | None = getattr(parameter, self.attribute)
-        return gradient
+        return parameter.main_grad if self.are_apart else parameter.grad
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
         """The dtype of its gradient."""
@@ -59,19 +51,13 @@ class MainGradients:
 
     def like(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """Tensors with the gradients' shapes, strides, dtypes and devices. They may have no memory."""
-        return parameters if self.dtype is None else [self._like(parameter) for parameter in parameters]
-
-    def _like(self, parameter: Tensor) -> Tensor:
-        dtype = self.dtype_of(parameter)
-        return parameter if dtype == parameter.dtype else without_memory(parameter, dtype)
+        return [
+            tensor if (dtype := self.dtype_of(tensor)) == tensor.dtype else without_memory(tensor, dtype)
+            for tensor in parameters
+        ]
 
     def check(self, parameters: NamedParameters) -> None:
-        """Raise unless the gradients of these parameters can have this dtype and place.
-
-        Raises:
-            RuntimeError: a parameter has a gradient of another dtype.
-            ValueError: ``main_grads`` was asked for, and a parameter's gradients are sparse.
-        """
+        """Raise RuntimeError if a gradient that is there has another dtype, ValueError if main gradients are sparse."""
         if self.dtype is None:
             return _check_none_of_another_dtype(parameters)
         for index in parameters.sparse:
@@ -91,13 +77,14 @@ class MainGradients:
         return None
 
     def let_grad_differ(self, parameters: Iterable[Tensor]) -> None:
-        """If gradients are in ``.grad``, let autograd cast them and add them up in their own dtype.
+        """If gradients are in ``.grad``, let autograd cast and add them up in their own dtype (from torch 2.13 on).
 
         If an earlier wrapper has set a ``grad_dtype`` that this one does not need, the dtype before it is restored.
         """
         for parameter in parameters:
             if self.dtype is not None and not self.are_apart and parameter.dtype in _16_BITS:
-                _let_differ(parameter, self.dtype)
+                _grad_dtypes.setdefault(parameter, (parameter.grad_dtype, self.dtype))  # type: ignore[attr-defined]
+                parameter.grad_dtype = self.dtype  # type: ignore[attr-defined]
             else:
                 _give_back(parameter)
 
@@ -136,11 +123,7 @@ _LOST = (
 
 
 def check_optimizer(optimizer: Optimizer, parameters: NamedParameters) -> None:
-    """Raise if a step of ``optimizer`` would fail in torch because gradients have another dtype than parameters.
-
-    Raises:
-        RuntimeError: it names the first such parameter, and says which optimizers take such gradients.
-    """
+    """Raise RuntimeError if ``optimizer`` cannot step in torch as a gradient has another dtype than its parameter."""
     interpolates = isinstance(optimizer, (Adam, AdamW, Adamax, NAdam, RAdam))
     groups = [group for group in optimizer.param_groups if interpolates or group.get("fused")]
     names = {parameter: name for name, parameter in parameters} if groups else {}
@@ -163,15 +146,6 @@ _WHO_CAN = (
     "gradient's dtype; SGD, Adagrad, Adadelta, Adafactor, ASGD, RMSprop and Rprop always do. Give this optimizer fp32 "
     "copies of the parameters (docs/concepts.md, Main gradients), use one of those, or leave out main_grads."
 )
-
-
-# ``Tensor.grad_dtype``: no release before 2.13 has it.
-
-
-def _let_differ(parameter: Tensor, dtype: torch.dtype) -> None:
-    before = parameter.grad_dtype  # type: ignore[attr-defined]
-    _grad_dtypes.setdefault(parameter, (before, dtype))
-    parameter.grad_dtype = dtype  # type: ignore[attr-defined]
 
 
 def _give_back(parameter: Tensor) -> None:

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def group_of_mesh(device_mesh: DeviceMesh, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The process group of a mesh of one dimension.
-
-    Raises:
-        RuntimeError: the mesh has several dimensions, or ``process_group`` is given too.
-    """
+    """The group of a mesh. Raises RuntimeError if it has several dimensions, or ``process_group`` is given too."""
     if process_group is not None:
         raise RuntimeError(
             "Cannot specify both process_group and device_mesh arguments: each says which ranks to average over. Give "
@@ -42,8 +38,7 @@ _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 def keeps_refused_module(constructor: _Constructor) -> _Constructor:
     """Decorate a wrapper's constructor: if it raises, the parameters that it found in ``module`` are put back.
 
-    Each rank's parts replace DTensors before all checks are done, because the checks, also with other ranks, are about
-    the parts.
+    Each rank's parts replace DTensors before the checks, which are about the parts.
     """
 
     @functools.wraps(constructor)
@@ -65,13 +60,8 @@ class LocalParts:
 
     Torch's DDP does so too, but its module has no parameters left after the first forward.
 
-    Args:
-        module: its DTensors are replaced by this call; a shared one by one part.
-        process_group: the ranks to average over.
-
-    Raises:
-        ValueError: a DTensor is spread over ranks of ``process_group``; or part of ``module`` is compiled by
-            TorchScript.
+    The constructor replaces those of ``module``, a shared one by one part. It raises ValueError if one is spread over
+    ranks of ``process_group``, which gradients are averaged over, or part of ``module`` is compiled by TorchScript.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup) -> None:

@@ -25,17 +25,13 @@ _WIRES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class LowPrecision:
     """Torch's ``_MixedPrecision`` applied to one module.
 
-    Args:
-        config: ``param_dtype`` is for parameters and floating-point inputs while the module runs; ``reduce_dtype`` for
-            gradients while they travel (None: ``param_dtype``); ``buffer_dtype`` for floating-point buffers, for good.
-            Where one is None, nothing is cast.
-        module: the module.
-        ignored: names of parameters and buffers that keep their dtype.
+    Its ``param_dtype`` is for parameters and floating-point inputs while the module runs, ``reduce_dtype`` for
+    gradients while they travel (None: ``param_dtype``), ``buffer_dtype`` for floating-point buffers, for good. Where
+    one is None, nothing is cast. Parameters and buffers whose names are ``ignored`` keep their dtype.
 
     Raises:
         TypeError: ``config`` is no ``_MixedPrecision``.
-        ValueError: a dtype is no floating-point dtype, or gradients cannot travel in it; or part of ``module`` is
-            compiled by TorchScript, where parameters cannot be replaced.
+        ValueError: a dtype is not of floating-point numbers, gradients cannot travel in it, or ``module`` is compiled.
     """
 
     def __init__(self, config: _MixedPrecision, module: nn.Module, ignored: set[str]) -> None:

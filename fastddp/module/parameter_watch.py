@@ -6,10 +6,10 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fastddp.errors import see
-from fastddp.module.parameters import trained_parameters
+from fastddp.module.parameters import NamedParameters, trained_parameters
 
 if TYPE_CHECKING:
     from fastddp._C import Reducer
@@ -24,45 +24,25 @@ class ParameterWatch:
     other replacements of parameters or modules, ``requires_grad_()`` on a frozen parameter, and changes after which
     autograd has lost the reducer's hooks: a cast or a move in place (``model.double()``), a parametrization.
 
-    If nothing has changed, as usual, a check costs about 50 ns a parameter.
-
-    Args:
-        module: the wrapped module.
-        ignored: names of parameters that stay local.
-        names: of ``parameters``.
-        parameters: the parameters whose gradients travel.
-        reducer: the reducer of ``parameters``.
+    If nothing has changed, as usual, a check costs about 50 ns a parameter. Those whose names are ``ignored`` stay
+    local; ``reducer`` has the gradients of the ``parameters``.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        ignored: set[str],
-        names: Sequence[str],
-        parameters: Sequence[Tensor],
-        reducer: Reducer,
-    ) -> None:
+    def __init__(self, module: nn.Module, ignored: set[str], parameters: NamedParameters, reducer: Reducer) -> None:
         self._module = module
         self._ignored = ignored
-        self._names = names
-        self._known = {id(parameter) for parameter in parameters}
+        self._names = parameters.names
+        self._known = set(map(id, parameters.tensors))
         self._reducer = reducer
         self._remember()
 
     def check(self) -> None:
-        """Raise if there is such a parameter.
-
-        Raises:
-            RuntimeError: it names the parameters, and says what may have happened and what to do.
-        """
+        """Raise RuntimeError if there are such parameters; it names them."""
         if not self._nothing_has_changed():
             _refuse(self._unknown(), "is not the parameter that was wrapped, or was frozen then")
             self._remember()
-        cast = self._reducer.parameters_without_hook()
-        _refuse(
-            [self._names[index] for index in cast],
-            "has lost its gradient hook: it was cast, moved or parametrized in place",
-        )
+        cast = [self._names[index] for index in self._reducer.parameters_without_hook()]
+        _refuse(cast, "has lost its gradient hook: it was cast, moved or parametrized in place")
 
     def _nothing_has_changed(self) -> bool:
         if list(map(len, self._dicts)) != self._sizes or any(parameter.requires_grad for parameter in self._frozen):

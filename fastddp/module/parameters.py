@@ -16,8 +16,7 @@ class NamedParameters:
 
     names: list[str]
     tensors: list[nn.Parameter]
-    sparse: list[int]
-    """The numbers of the parameters whose gradients are sparse tensors."""
+    sparse: list[int]  # the numbers of the parameters whose gradients are sparse tensors
 
     def __iter__(self) -> Iterator[tuple[str, nn.Parameter]]:
         return zip(self.names, self.tensors, strict=True)
@@ -26,9 +25,7 @@ class NamedParameters:
 def collect_parameters(module: nn.Module, ignored: set[str]) -> NamedParameters:
     """Collect the parameters of ``module`` that require a gradient; a shared one counts once, under its first name.
 
-    Raises:
-        RuntimeError: no parameter requires a gradient; or a parameter is uninitialised (lazy) or on the meta device.
-        ValueError: parameters are on several types of device; or they are on the CPU with a ``SyncBatchNorm``.
+    Raises RuntimeError if there is none, or one without values; ValueError for devices that do not go together.
     """
     taken = [(name, p) for name, p in module.named_parameters(remove_duplicate=False) if not _matches(name, ignored)]
     _check_initialised(taken)

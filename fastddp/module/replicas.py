@@ -6,13 +6,14 @@ Every function here is a collective: all ranks of the group call it, in the same
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,15 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 from fastddp.errors import see
+from fastddp.ranks.agreement import gather_numbers
 from fastddp.ranks.listing import listed
 from fastddp.ranks.together import finish, together
 
 # A row is compared, and sent. For a parameter: name, shape, strides (or its layout, if it has none), dtype, device
 # type, requires_grad. For a parameter's place in a plan: a text.
 _Row: TypeAlias = list[Any] | str
+
+_CPU = torch.device("cpu")
 
 PIECE_BYTES = 8 * 2**20
 _ALONE_BYTES = 2**20  # from this size a collective of its own costs less than two copies, into fresh memory
@@ -36,7 +40,7 @@ _REPORT_BYTES = 2048  # of one rank's report about its first difference
 def verify_replicas(
     parameters: Sequence[tuple[str, Tensor]],
     process_group: dist.ProcessGroup,
-    device: torch.device | None = None,
+    device: torch.device = _CPU,
     plan: Sequence[str] = (),
     setting: str = "",
     number: int = 0,
@@ -51,19 +55,11 @@ def verify_replicas(
         parameters: (name, tensor) pairs of any shape and dtype. All tensors that will be broadcast or reduced should be
             among them, since those collectives cannot notice a rank whose tensors differ.
         process_group: the ranks that hold replicas.
-        device: where tensors must live for this group's collectives. Default: that of the first parameter.
+        device: where tensors must live for this group's collectives.
         plan: the parameters of a bucket plan that was given, a text for each, to be compared as well.
         setting: an argument and its value, to be compared as well.
-        number: this rank's proposal of a number, which is not compared.
-
-    Returns:
-        The greatest ``number`` of all ranks.
-
-    Raises:
-        RuntimeError: on every rank if any rank differs; it names the first parameter that differs, both ranks' values,
-            how many differ, causes and remedies; or which rank was given which ``setting``.
+        number: this rank's proposal of a number, which is not compared. The greatest of all ranks is returned.
     """
-    device = device or _collective_device(parameters, process_group)
     model: list[_Row] = [_describe(name, tensor) for name, tensor in parameters]
     texts = [json.dumps(rows).encode() for rows in (model, list(plan), [setting])]
     digest = memoryview(hashlib.sha256(b"".join(texts)).digest()).cast("q")
@@ -73,12 +69,11 @@ def verify_replicas(
     numbers = torch.stack(every).cpu()
     gathered, greatest = numbers[:, :-1], int(numbers[:, -1].max())
     differ = bool((gathered != gathered[0]).any())
-    subjects: tuple[_Subject, ...] = (_MODEL, _PLAN, _SETTING)
-    for text, length, subject in zip(texts, gathered[0].tolist(), subjects if differ else (), strict=False):
-        theirs = json.loads(_broadcast_bytes(text, length, process_group, device))
+    for text, length, message in zip(texts, gathered[0].tolist(), _MISMATCHES if differ else (), strict=False):
+        theirs = json.loads(bytes(_rank_0s([*text.ljust(length)[:length]], process_group, device)))
         reports = _gather_reports(_first_difference(json.loads(text), theirs), process_group, device)
         if reports:
-            raise RuntimeError(subject.mismatch_message(theirs, reports))
+            raise RuntimeError(message(theirs, reports))
     return greatest
 
 
@@ -102,23 +97,20 @@ def broadcast_replicas(
     in_flight: int = 2,
     preserve_versions: bool = False,
 ) -> None:
-    """Overwrite ``tensors`` in place with those of rank ``src``, many tensors to a collective.
+    """Overwrite ``tensors`` in place with those of rank ``src`` of the group, many tensors to a collective.
 
-    Tensors travel as bytes, so a piece can mix dtypes, and every dtype works on every backend. Each rank keeps its own
-    strides: elements correspond by their logical order. A piece of one contiguous tensor is sent from and received into
-    the tensor's own memory.
+    They are parameters or buffers, as many and of the same sizes on each rank. They travel as bytes, so a piece can mix
+    dtypes, and every dtype works on every backend. Each rank keeps its own strides: elements correspond by their
+    logical order. A piece of one contiguous tensor is sent from and received into the tensor's own memory.
 
     Args:
-        tensors: parameters or buffers, of any dtype, shape and strides, as many and of the same sizes on each rank;
-            empty ones are skipped.
+        tensors: of any dtype, shape and strides; empty ones are skipped.
         process_group: the ranks that hold replicas.
-        src: the rank within ``process_group`` whose values all ranks get.
-        piece_bytes: upper bound on a piece of several tensors. A larger tensor is a piece of its own, and so is one of
-            1 MiB or more.
-        in_flight: how many pieces may be on their way at once. It bounds the memory used: in_flight x piece_bytes.
+        src: the rank whose values all get.
+        piece_bytes: of several tensors at most. A larger tensor is a piece of its own, and so is one of 1 MiB or more.
+        in_flight: pieces that may be on their way at once, which bounds the memory used: in_flight x piece_bytes.
         preserve_versions: leave autograd's version counters as they are, so that a graph that saved one of these
-            tensors can still run backward. This is right for buffers that are broadcast before each forward (the saved
-            tensor may then hold rank ``src``'s newer values), and wrong for parameters.
+            tensors can still run backward: right for buffers before a forward, wrong for parameters.
     """
     writable = [_without_repeats(tensor) for tensor in tensors if tensor.numel()]
     versions = torch.autograd._unsafe_preserve_version_counter(tuple(writable)) if preserve_versions else nullcontext()
@@ -145,18 +137,10 @@ def broadcast_replicas(
 def check_same_model(number: int, process_group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise RuntimeError on every rank, with ranks and models, if ranks are in forwards of different models.
 
-    Otherwise each rank would take what they agree on next for its own model, for good.
-
-    Args:
-        number: of this rank's model in ``process_group``, from 1. 0: ranks have agreed on none, so it is not
-            compared.
-        process_group: the ranks that hold replicas.
-        device: where tensors must live for this group's collectives.
+    Otherwise each rank would take what they agree on next for its own model, for good. ``number`` is that of this
+    rank's model in ``process_group``, from 1; or 0 if ranks have agreed on none, which is not compared.
     """
-    mine = torch.tensor([number], dtype=torch.int64, device=device)
-    every = [torch.empty_like(mine) for _ in range(process_group.size())]
-    together(dist.all_gather, every, mine, group=process_group)
-    numbers = torch.cat(every).tolist()
+    numbers = [int(of_rank) for (of_rank,) in gather_numbers([number], process_group, device)]
     models = sorted({*numbers} - {0})
     if len(models) > 1:
         where = [listed([rank for rank, of in enumerate(numbers) if of == model]) for model in models]
@@ -170,16 +154,9 @@ def check_same_model(number: int, process_group: dist.ProcessGroup, device: torc
 def agree_on_order(
     order: Sequence[int], numbers: Sequence[int], process_group: dist.ProcessGroup, device: torch.device
 ) -> list[int]:
-    """Rank 0's ``order``, on every rank.
+    """Rank 0's ``order`` of the ``numbers``, which are the same on all ranks.
 
-    Args:
-        order: ``numbers`` in this rank's order; only rank 0's counts.
-        numbers: the same on all ranks.
-        process_group: the ranks that must agree.
-        device: where tensors must live for this group's collectives.
-
-    Raises:
-        ValueError: on every rank, if rank 0's order is not a permutation of ``numbers``.
+    On every rank this raises ValueError if rank 0's order is not a permutation of ``numbers``.
     """
     agreed = _rank_0s(order, process_group, device)
     if sorted(agreed) != sorted(numbers):
@@ -190,7 +167,7 @@ def agree_on_order(
 def agree_on_plan(
     plan: Sequence[Sequence[int]], numbers: Sequence[int], process_group: dist.ProcessGroup, device: torch.device
 ) -> list[list[int]]:
-    """Rank 0's ``plan``, on every rank: ``numbers`` divided into lists; arguments and errors as for agree_on_order."""
+    """Rank 0's ``plan``, on every rank: ``numbers`` divided into lists; errors as for :func:`agree_on_order`."""
     order = agree_on_order([number for part in plan for number in part], numbers, process_group, device)
     parts = _rank_0s([place for place, part in enumerate(plan) for _ in part], process_group, device)
     agreed: dict[int, list[int]] = {}
@@ -200,7 +177,7 @@ def agree_on_plan(
 
 
 def agree_on(choice: bool, process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Rank 0's ``choice``, on every rank; arguments as for :func:`agree_on_order`."""
+    """Rank 0's ``choice``, on every rank."""
     return bool(_rank_0s([choice], process_group, device)[0])
 
 
@@ -218,26 +195,6 @@ def _describe(name: str, tensor: Tensor) -> _Row:
     return [name, tensor.shape, layout, str(tensor.dtype), tensor.device.type, tensor.requires_grad]
 
 
-def _collective_device(parameters: Sequence[tuple[str, Tensor]], process_group: dist.ProcessGroup) -> torch.device:
-    """The first parameter's device; for a rank without parameters, one that the group's backend works on."""
-    if parameters:
-        return parameters[0][1].device
-    types = {device.type for device in process_group._device_types}
-    accelerator = torch.accelerator.current_accelerator()
-    if "cpu" in types or accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-def _broadcast_bytes(text: bytes, length: int, process_group: dist.ProcessGroup, device: torch.device) -> bytes:
-    """Rank 0's ``text``, which is ``length`` bytes long."""
-    wire = torch.empty(length, dtype=torch.uint8, device=device)
-    if process_group.rank() == 0:
-        wire = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    together(dist.broadcast, wire, group=process_group, group_src=0)
-    return bytes(wire.tolist())
-
-
 @dataclass(frozen=True)
 class _Difference:
     """How one rank's parameters differ from rank 0's."""
@@ -246,6 +203,9 @@ class _Difference:
     number: int  # how many differ; a parameter that only one of the two has counts
     count: int  # how many parameters this rank has
     value: str  # this rank's parameter at ``first``, in words
+
+
+_Reports: TypeAlias = dict[int, _Difference]  # by rank
 
 
 def _first_difference(mine: list[_Row], theirs: list[_Row]) -> _Difference | None:
@@ -267,9 +227,7 @@ def _in_words(rows: list[_Row], index: int) -> str:
     return f"'{name}' of shape {tuple(shape)}, {layout}, {dtype} on {device_type}, requires_grad={requires_grad}"
 
 
-def _gather_reports(
-    mine: _Difference | None, process_group: dist.ProcessGroup, device: torch.device
-) -> dict[int, _Difference]:
+def _gather_reports(mine: _Difference | None, process_group: dist.ProcessGroup, device: torch.device) -> _Reports:
     """Each differing rank's report. Reports have one fixed size, so this works whatever the models are."""
     report = b""
     if mine is not None:
@@ -277,82 +235,61 @@ def _gather_reports(
         # A name in a plan's file may hold half of a surrogate pair, which UTF-8 cannot encode.
         value = mine.value.encode(errors="replace")[: (_REPORT_BYTES - 128) // 6].decode(errors="ignore")
         report = json.dumps([mine.first, mine.number, mine.count, value]).encode()
-    wire = torch.frombuffer(bytearray(report.ljust(_REPORT_BYTES)), dtype=torch.uint8).to(device)
-    every = [torch.empty_like(wire) for _ in range(process_group.size())]
-    together(dist.all_gather, every, wire, group=process_group)
-    texts = [bytes(tensor.tolist()).strip() for tensor in every]
+    every = gather_numbers([*report.ljust(_REPORT_BYTES)], process_group, device)
+    texts = [bytes(map(int, characters)).strip() for characters in every]
     return {rank: _Difference(*json.loads(text)) for rank, text in enumerate(texts) if text}
 
 
-class _Subject(Protocol):
-    """The kind of thing that ranks compared; it words the error."""
-
-    def mismatch_message(self, rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
-        """The same on every rank."""
-
-
-@dataclass(frozen=True)
-class _Parameters:
-    """Lists of parameters."""
-
-    mismatch: str
-    first: str
-    advice: str  # causes and remedies
-    code: str
-
-    def mismatch_message(self, rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
-        """The same on every rank: about the rank whose parameters differ first."""
-        rank = min(reports, key=lambda rank: (reports[rank].first, rank))
-        report = reports[rank]
-        counts = ""
-        if len(rank_0) != report.count:
-            counts = f"; rank 0 has {len(rank_0)} in all and rank {rank} {report.count}"
-        return (
-            f"{self.mismatch} {self.first} that differs is number {report.first}:\n"
-            f"  rank 0: {_in_words(rank_0, report.first)}\n"
-            f"  rank {rank}: {report.value}\n"
-            f"Between these two ranks {report.number} differ{counts}. "
-            f"Ranks that differ from rank 0: {listed(sorted(reports))}.\n"
-            f"{self.advice}" + see(self.code)
-        )
+def _different_parameters(mismatch: str, first: str, advice: str, rank_0: list[_Row], reports: _Reports) -> str:
+    """About the rank whose parameters differ first; the same on every rank."""
+    rank = min(reports, key=lambda rank: (reports[rank].first, rank))
+    report = reports[rank]
+    counts = ""
+    if len(rank_0) != report.count:
+        counts = f"; rank 0 has {len(rank_0)} in all and rank {rank} {report.count}"
+    return (
+        f"{mismatch} {first} that differs is number {report.first}:\n"
+        f"  rank 0: {_in_words(rank_0, report.first)}\n"
+        f"  rank {rank}: {report.value}\n"
+        f"Between these two ranks {report.number} differ{counts}. "
+        f"Ranks that differ from rank 0: {listed(sorted(reports))}.\n{advice}"
+    )
 
 
-_MODEL = _Parameters(
-    "The ranks do not hold the same model.",
-    "The first parameter or buffer",
-    "Causes: the model's construction depends on the rank, on data, on random numbers or on files that are not the "
-    "same everywhere; parameters were added, frozen, cast or given another memory format on some ranks only; the "
-    "ranks run different code.\n"
-    "Remedies: build the model from the same configuration on every rank, and do to it the same things in the same "
-    "order before wrapping it; exclude what is meant to differ by listing its names in the module's "
-    "`_ddp_params_and_buffers_to_ignore`.",
-    "FD001",
+def _different_settings(rank_0: list[_Row], reports: _Reports) -> str:
+    """Which rank was given what; the same on every rank."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        ranks_of.setdefault(report.value, []).append(rank)
+    lines = "".join(f"  rank {listed(ranks)}: {value}\n" for value, ranks in ranks_of.items())
+    return (
+        "The ranks were not given the same argument:\n"
+        f"  rank 0, and every rank not named here: {rank_0[0]}\n{lines}"
+        "Give DistributedDataParallel the same on all ranks." + see("FD002")
+    )
+
+
+_MISMATCHES: tuple[Callable[[list[_Row], _Reports], str], ...] = (
+    functools.partial(
+        _different_parameters,
+        "The ranks do not hold the same model.",
+        "The first parameter or buffer",
+        "Causes: the model's construction depends on the rank, on data, on random numbers or on files that are not the "
+        "same everywhere; parameters were added, frozen, cast or given another memory format on some ranks only; the "
+        "ranks run different code.\n"
+        "Remedies: build the model from the same configuration on every rank, and do to it the same things in the same "
+        "order before wrapping it; exclude what is meant to differ by listing its names in the module's "
+        "`_ddp_params_and_buffers_to_ignore`." + see("FD001"),
+    ),
+    functools.partial(
+        _different_parameters,
+        "The ranks were not given the same bucket plan.",
+        "The plan's first parameter",
+        "Causes: bucket_plan was given on some ranks only; the ranks read different files, or some could not read "
+        "theirs.\nRemedies: save one rank's model.bucket_plan(), and give that file to all ranks." + see("FD002"),
+    ),
+    _different_settings,
 )
-_PLAN = _Parameters(
-    "The ranks were not given the same bucket plan.",
-    "The plan's first parameter",
-    "Causes: bucket_plan was given on some ranks only; the ranks read different files, or some could not read theirs.\n"
-    "Remedies: save one rank's model.bucket_plan(), and give that file to all ranks.",
-    "FD002",
-)
-
-
-class _Settings:
-    """An argument, of which every rank has one value."""
-
-    def mismatch_message(self, rank_0: list[_Row], reports: dict[int, _Difference]) -> str:
-        """The same on every rank: which rank was given what."""
-        others = dict.fromkeys(report.value for _, report in sorted(reports.items()))
-        ranks_of = {value: [rank for rank in sorted(reports) if reports[rank].value == value] for value in others}
-        lines = "".join(f"  rank {listed(ranks)}: {value}\n" for value, ranks in ranks_of.items())
-        return (
-            "The ranks were not given the same argument:\n"
-            f"  rank 0, and every rank not named here: {rank_0[0]}\n{lines}"
-            "Give DistributedDataParallel the same on all ranks." + see("FD002")
-        )
-
-
-_SETTING = _Settings()
 
 
 # ------------------------------------------------------------------------------------------- broadcast_replicas
@@ -379,14 +316,10 @@ class _Piece:
         wire = torch.empty(sum(padded), dtype=torch.uint8, device=tensors[0].device)
         starts = wire.split(padded)
         views = [start[:size].view(dtype) for start, size, dtype in zip(starts, sizes, by_dtype, strict=True)]
-        piece = _Piece(wire, list(zip(views, by_dtype.values(), strict=True)))
-        if is_source:
-            piece.pack()
-        return piece
-
-    def pack(self) -> None:
-        for view, tensors in self.staged:
-            torch.cat([tensor.reshape(-1) for tensor in tensors], out=view)
+        staged = list(zip(views, by_dtype.values(), strict=True))
+        for view, group in staged if is_source else ():
+            torch.cat([tensor.reshape(-1) for tensor in group], out=view)
+        return _Piece(wire, staged)
 
     def unpack(self) -> None:
         for view, tensors in self.staged:

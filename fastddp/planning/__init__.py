@@ -1,5 +1,1 @@
-"""Bucket plans: the given, the delayed, and from measurements (``bucket_cap_mb="auto"``).
-
-:mod:`~fastddp.planning.link` and :mod:`~fastddp.planning.planner` measure, and
-:mod:`~fastddp.planning.model` finds the plan.
-"""
+"""Bucket plans: the default, the given, the delayed, and from measurements (``bucket_cap_mb="auto"``)."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fastddp.bucket_plan import Buckets, plan_buckets
 from fastddp.errors import see
 from fastddp.module.parameters import NamedParameters
+from fastddp.planning.bucket_plan import Buckets, plan_buckets
 
 _NO_CAP = 2**62  # bytes
 
@@ -36,10 +36,8 @@ class Delayed:
     ) -> Delayed | None:
         """Resolve ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``; None if neither is given.
 
-        Frozen parameters among ``delayed`` have no gradient and are left out.
-
-        Raises:
-            ValueError: only one of the two is given, or one names a parameter whose gradients are not synchronised.
+        Frozen parameters among ``delayed`` have no gradient and are left out. Raises ValueError if only one of the two
+        is given, or one names a parameter whose gradients are not synchronised.
         """
         if (delayed is None) != (awaited is None):
             raise ValueError(

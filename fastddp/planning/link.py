@@ -38,13 +38,10 @@ _HEAD_START = 0.005  # seconds: several times what a host needs to start them
 def measure_link(lanes: Sequence[dist.ProcessGroup], device: torch.device, largest: int) -> Link | str:
     """Time allreduces of several sizes, in turn, and fit ``latency + size / bandwidth`` to them (:func:`fit`).
 
-    A collective: all ranks call it together, and all get the same result.
-
-    Args:
-        lanes: groups of the same ranks over which collectives are dealt (:mod:`fastddp.ranks.lanes`). With several
-            lanes one allreduce runs on each at the same time, and each costs its share of the time.
-        device: where gradients live. Unless it is the CPU, the device's time is taken, and sizes go further.
-        largest: bytes; larger collectives need not be measured.
+    A collective: all ranks call it together, and all get the same result. With several lanes (groups of the same ranks:
+    :mod:`fastddp.ranks.lanes`) one allreduce runs on each at the same time, and each costs its share of the time.
+    Unless gradients live on the CPU, their device's time is taken, and sizes go further. Collectives of more than
+    ``largest`` bytes need not be measured.
     """
     sizes = [size for size in _sizes_on(device) if size <= max(largest, _ENOUGH)]
     wires = [torch.zeros(sizes[-1] // 4, device=device) for _ in lanes]
@@ -72,12 +69,8 @@ def fit(sizes: Sequence[int], samples: Sequence[Sequence[float]]) -> Link | str:
     A network may let a burst of some KiB pass faster than what follows, and a step sends much more than that. So the
     largest size tells the bandwidth. The other sizes tell the latency, which is not negative.
 
-    Args:
-        sizes: bytes, from the smallest to the largest.
-        samples: seconds, several for each size; the line is fitted to their medians.
-
-    Returns:
-        The line; or what was measured, in words, where it supports none: Note [What supports a bandwidth].
+    ``sizes`` are in bytes, from the smallest to the largest; ``samples`` in seconds, several for each size, of which
+    the medians count. If they support no line (Note [What supports a bandwidth]), this says in words what they were.
     """
     medians = [statistics.median(seconds) for seconds in samples]
     if not _supports_a_bandwidth(samples, medians):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
 
-from fastddp.bucket_plan import Buckets
+from fastddp.planning.bucket_plan import Buckets
 
 _MOST_STEPS = 150_000  # of the search, which take less than a second
 _TAIL = 16
@@ -27,10 +27,8 @@ _READINESS = attrgetter("ready")
 class Link:
     """What a collective of a process group costs."""
 
-    latency: float
-    """Seconds, whatever travels."""
-    bandwidth: float
-    """Bytes of gradients a second; what moves on the wire may be more."""
+    latency: float  # seconds, whatever travels
+    bandwidth: float  # bytes of gradients a second; what moves on the wire may be more
 
     def seconds(self, size: int) -> float:
         """The time of a collective of ``size`` bytes."""
@@ -46,12 +44,9 @@ class Link:
 class Gradient:
     """What the model knows of one gradient."""
 
-    ready: float
-    """Seconds from the beginning of the step."""
-    bytes: int
-    """On the wire."""
-    kind: Hashable
-    """Gradients of two kinds (dtype, device) share no bucket."""
+    ready: float  # seconds from the beginning of the step
+    bytes: int  # on the wire
+    kind: Hashable  # gradients of two kinds (dtype, device) share no bucket
 
 
 def end_of(plan: Buckets, gradients: Sequence[Gradient], link: Link) -> float:
@@ -73,14 +68,8 @@ def best_plan(gradients: Sequence[Gradient], link: Link, largest: float = math.i
     earlier one, because ``max(end, ready) + latency + bytes / bandwidth`` grows with ``end``, in floating point too. So
     of all ways to one such state only the earliest has to be kept.
 
-    Args:
-        gradients: in any order.
-        link: what collectives cost.
-        largest: bytes up to which ``link`` is known to hold. No bucket of several gradients has more.
-
-    Returns:
-        Indices into ``gradients``; buckets in the order of their collectives, and within a bucket gradients in the
-        order in which they get ready.
+    Up to ``largest`` bytes ``link`` is known to hold, and no bucket of several gradients has more. Returned are indices
+    into ``gradients``: buckets in the order of their collectives, gradients in that in which they get ready.
     """
     items = _merged(sorted(_items(gradients), key=_READINESS), largest)
     return [list(bucket.members) for bucket in _coarsened(_first_to_end(items, link, largest), link, largest)]
@@ -90,8 +79,7 @@ def best_plan(gradients: Sequence[Gradient], link: Link, largest: float = math.i
 class _Item(Gradient):
     """Gradients of a kind that stay together."""
 
-    members: tuple[int, ...]
-    """Indices, in the order in which they get ready."""
+    members: tuple[int, ...]  # indices, in the order in which they get ready
 
 
 def _items(gradients: Sequence[Gradient]) -> list[_Item]:

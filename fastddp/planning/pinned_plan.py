@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastddp.bucket_plan import BucketPlan, Buckets
 from fastddp.errors import see
+from fastddp.planning.bucket_plan import BucketPlan, Buckets
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,10 @@ class PinnedPlan:
     error is kept until ranks have compared their ``rows``.
     """
 
-    buckets: Buckets | None = None
-    """None: no plan was given, or there is a ``problem``."""
-    caps: tuple[int, ...] = ()
-    """Caps that would give about these buckets, for attributes that show caps."""
-    rows: Sequence[str] = ()
-    """Texts that must be equal on all ranks: where each parameter is, or what is wrong."""
-    problem: Exception | None = None
-    """To be raised behind the comparison."""
+    buckets: Buckets | None = None  # None: no plan was given, or there is a ``problem``
+    caps: tuple[int, ...] = ()  # caps that would give about these buckets, for attributes that show caps
+    rows: Sequence[str] = ()  # texts that must be equal on all ranks: where each parameter is, or what is wrong
+    problem: Exception | None = None  # to be raised behind the comparison
 
     @staticmethod
     def of(
@@ -36,10 +32,7 @@ class PinnedPlan:
         parameters: Sequence[Tensor],
         without: Collection[int] = (),
     ) -> PinnedPlan:
-        """The plan, or the plan in the file of that name, for ``parameters`` with these ``names``.
-
-        Parameters whose numbers are in ``without`` are in no bucket.
-        """
+        """The plan, or the plan in that file, for these parameters, except for the numbers that are ``without``."""
         if plan is None:
             return PinnedPlan()
         try:
@@ -55,12 +48,7 @@ class PinnedPlan:
 
 
 def fit(plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], without: Collection[int] = ()) -> Buckets:
-    """The plan's buckets as indices into ``parameters``, which are found by name.
-
-    Raises:
-        ValueError: it names the first parameter that the module lacks, has with another shape or dtype or on another
-            device than the rest of its bucket, or that the plan lacks.
-    """
+    """The plan's buckets as indices into ``parameters``, found by name. Raises ValueError if it does not fit."""
     index_of = {name: index for index, name in enumerate(names) if index not in without}
     buckets: Buckets = []
     for bucket in plan.buckets:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from fastddp import comm_hooks
 from fastddp._C import Reducer
-from fastddp.bucket_plan import Buckets
 from fastddp.errors import see
 from fastddp.exchange.descriptions import AllReduce, Setting
 from fastddp.module.replicas import agree_on_plan
+from fastddp.planning.bucket_plan import Buckets
 from fastddp.planning.link import largest_bucket, measure_link
 from fastddp.planning.model import Gradient, Link, best_plan, end_of
 from fastddp.ranks.agreement import greatest
@@ -56,11 +56,9 @@ class Planner:
     ) -> tuple[Buckets, bool] | None:
         """The best plan for the parameters of ``setting.plan``, and whether it is for several lanes.
 
-        A collective, between two windows. The first call takes about a second, in which the process group is measured.
-        It takes longer where a collective of a few bytes takes a tenth of a second or more.
-
-        Returns:
-            None if buckets stay as they are: no measured window went well on any rank, or nothing supports a plan.
+        A collective, between two windows. The first call takes about a second, in which the process group is measured;
+        more where a collective of a few bytes takes a tenth of a second. None: buckets stay as they are, because no
+        measured window went well on any rank, or nothing supports a plan.
         """
         self._due = None
         self._left -= 1

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from fastddp.bucket_plan import Buckets
 from fastddp.errors import see
 from fastddp.module.parameters import NamedParameters
+from fastddp.planning.bucket_plan import Buckets
 from fastddp.sharding.sharded_state import ShardedState
 from fastddp.sharding.shards import Shards, Span
 from fastddp.sharding.state import State, gathered, is_of_elements

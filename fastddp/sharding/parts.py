@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fastddp import _C
 from fastddp.ddp import DistributedDataParallel
 from fastddp.errors import see
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.sharding import checkpoint
 from fastddp.sharding.mixed import Make, make_optimizer, members
 from fastddp.sharding.shards import OneBucket, Shards, Span

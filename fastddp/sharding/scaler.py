@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from fastddp.errors import see
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.ranks.together import together
 from fastddp.sharding.parts import OfParts
 from fastddp.window.joining import check_all_have_inputs

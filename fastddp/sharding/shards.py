@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fastddp import _C
-from fastddp.bucket_plan import Buckets
 from fastddp.errors import see
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.module.main_gradients import without_memory
+from fastddp.planning.bucket_plan import Buckets
 from fastddp.sharding.arriving import ModulesWithArriving
 from fastddp.sharding.notice import ShardedGradient, zeroing
 

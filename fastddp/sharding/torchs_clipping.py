@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
 
-from fastddp import clipping
 from fastddp.ddp import DistributedDataParallel
+from fastddp.sharding import clipping
 from fastddp.sharding.notice import ShardedGradient
 from fastddp.torch_compat.surface import wrappers
 

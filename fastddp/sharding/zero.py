@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import Optimizer
 
-from fastddp import presence
 from fastddp.ddp import DistributedDataParallel
 from fastddp.sharding.optimizer import ShardedOptimizer
 from fastddp.sharding.torchs_clipping import model_of
+from fastddp.watch import presence
 
 # torch's class stays the one that its name stands for. While its metaclass is this one, calls of it may make another
 # optimizer, also where code has kept a reference to the class. Classes that code derives from it make their own.

@@ -18,11 +18,9 @@ _CONSTANT = "_DEFAULT_FIRST_BUCKET_BYTES"
 
 
 class ActiveModel:
-    """Within this context, dynamo cuts the graphs that it compiles at the buckets of ``model``.
+    """Within this context, dynamo cuts the graphs that it compiles at the buckets of ``model``, whose forward runs.
 
-    Args:
-        model: the one whose forward runs.
-        first_bucket_bytes: the first bucket's cap; not more than the model's ``bucket_bytes_cap``.
+    The first bucket's cap is not more than the model's ``bucket_bytes_cap``.
     """
 
     def __init__(self, model: TorchDDP, first_bucket_bytes: int) -> None:

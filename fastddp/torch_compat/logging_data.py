@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fastddp.bucket_plan import Buckets
 from fastddp.engine import Engine
+from fastddp.planning.bucket_plan import Buckets
 
 if TYPE_CHECKING:
     from fastddp._C import Reducer
@@ -90,13 +91,6 @@ def _joined(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
-class TypedLoggingData(NamedTuple):
-    """:func:`logging_data`, divided as torch's logger gives it."""
-
-    strs_map: dict[str, str]
-    ints_map: dict[str, int]
-
-
 class Logger:
     """The ``logger`` of torch's DDP. What it is told, and the model knows, it does not note."""
 
@@ -119,13 +113,13 @@ class Logger:
         """Keep the error for ``has_error`` and ``error``; torch's logger also logs it."""
         self.error = error
 
-    def _get_ddp_logging_data(self) -> TypedLoggingData:
-        """The result of the model's method of this name, texts and numbers apart."""
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        """The result of the model's method of this name, texts and numbers apart, as torch's logger gives it."""
         model = self._model()
         assert model is not None, "a logger is used after its model"
         items = model._get_ddp_logging_data().items()
         texts = {key: value for key, value in items if isinstance(value, str)}
-        return TypedLoggingData(texts, {key: value for key, value in items if not isinstance(value, str)})
+        return SimpleNamespace(strs_map=texts, ints_map={key: value for key, value in items if key not in texts})
 
     def _ignore(self, *arguments: object, **named: object) -> None:
         """Do nothing: copied code tells torch's logger what the model knows here."""

@@ -18,10 +18,8 @@ from fastddp.errors import see
 def take_over_optimizers(reducer: Reducer, parameters: Sequence[Tensor], in_main_grad: bool) -> None:
     """Let ``reducer`` run the optimizers that were attached to ``parameters``, if any.
 
-    Each steps after its parameter's bucket has been averaged. Then the gradient is None, as under torch's DDP.
-
-    Raises:
-        RuntimeError: there are some, and gradients are ``in_main_grad``, where they do not look.
+    Each steps after its parameter's bucket has been averaged. Then the gradient is None, as under torch's DDP. Raises
+    RuntimeError if there are some, and gradients are ``in_main_grad``, where they do not look.
     """
     with_optimizer = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
     if not with_optimizer:

@@ -31,13 +31,8 @@ class Reducer(_C.Reducer):
         """Let the next backward synchronise gradients, including those that are only local up to now.
 
         A forward of the wrapper does the same outside ``no_sync``. As under torch's DDP, the caller synchronises
-        buffers, by ``require_forward_param_sync``.
-
-        Args:
-            outputs: where the backward starts. Needed if a backward may bring no gradient at all.
-
-        Raises:
-            RuntimeError: gradients of the previous backward are missing.
+        buffers, by ``require_forward_param_sync``. The backward starts at ``outputs``, which are needed if it may bring
+        no gradient at all. Raises RuntimeError if gradients of the previous backward are missing.
         """
         engine = self._owner()
         engine.check_none_missing()

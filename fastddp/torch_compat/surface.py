@@ -21,9 +21,9 @@ from fastddp.errors import see
 from fastddp.module.buffers import buffer_hook
 from fastddp.module.numbering import ModelNumber
 from fastddp.module.parameters import replicated_tensors
-from fastddp.torch_compat.helpers import refuse_torchs_helpers
 from fastddp.torch_compat.logging_data import Logger, LoggingData, logging_data
 from fastddp.torch_compat.reducer import Reducer
+from fastddp.torch_compat.refusals import refuse_torchs_helpers
 from fastddp.window import joining
 
 wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -73,17 +73,10 @@ class TorchSurface(TorchDDP):
         hook: Callable[..., Any],
         comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Let ``hook`` synchronise buffers, in place of the broadcast from rank 0.
+        """Let ``hook`` synchronise buffers, in place of the broadcast from rank 0, before or after the forward.
 
-        Args:
-            state: passed to each call of the hook.
-            hook: ``hook(state, buffers: dict[str, Tensor]) -> list[torch.futures.Future] | None``. It is called instead
-                of the broadcast, and changes the buffers in place. The end of backward waits for the futures, or at
-                the latest the next forward.
-            comm_hook_location: before or after the forward. Another call replaces hook and location.
-
-        Raises:
-            TypeError: ``hook`` is not callable, or ``comm_hook_location`` is not a location.
+        ``hook(state, buffers: dict[str, Tensor]) -> list[torch.futures.Future] | None`` changes the buffers in place.
+        The end of backward waits for the futures, or at the latest the next forward. Another call replaces the hook.
         """
         self.buffer_hook = buffer_hook(state, hook, comm_hook_location)
 
@@ -105,11 +98,7 @@ class TorchSurface(TorchDDP):
         return logging_data(self, self.engine, self.logger, hook)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Do nothing more than to check ``sample_rate``: :meth:`step_report` tells the times of steps.
-
-        Raises:
-            ValueError: it is below 1.
-        """
+        """Do nothing, but raise ValueError for a rate below 1: :meth:`step_report` tells the times of steps."""
         if sample_rate < 1:
             raise ValueError(f"The sample rate must be 1 or more steps, got {sample_rate}." + see("FD024"))
 
@@ -117,10 +106,7 @@ class TorchSurface(TorchDDP):
         """Do nothing: fastddp returns the module's own outputs, never clones."""
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
         """A context in which ranks may have different numbers of inputs.
 
@@ -143,10 +129,7 @@ class TorchSurface(TorchDDP):
                 + see("FD042")
             )
         return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -172,14 +155,9 @@ class TorchSurface(TorchDDP):
         before = self.__dict__.get("engine")
         audited = None if before is None or before.audit is None else before.audit.tensors
         self.logger = Logger(self)
+        note_error = self.logger.set_error_and_log
         self.engine = Engine(
-            self._recipe,
-            self.process_group,
-            self._number,
-            make_reducer=Reducer,
-            note_error=self.logger.set_error_and_log,
-            hook=self._comm_hook,
-            audited=audited,
+            self._recipe, self.process_group, self._number, Reducer, note_error, self._comm_hook, audited
         )
         assert isinstance(self.engine.reducer, Reducer)
         self.reducer = self.engine.reducer
@@ -190,11 +168,7 @@ class TorchSurface(TorchDDP):
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Iterable[Tensor] | None = None, **kwargs: Any
     ) -> None:
-        """Run a functional optimizer on a bucket's parameters after it has been averaged, as torch's DDP does.
-
-        Raises:
-            RuntimeError: torch has no functional form of ``optim``.
-        """
+        """Run a functional optimizer on a bucket's parameters after it has been averaged, as torch's DDP does."""
         from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim  # takes a second
 
         overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
@@ -220,11 +194,7 @@ class TorchSurface(TorchDDP):
         self._make_engine()
 
     def _set_static_graph(self) -> None:
-        """Set ``static_graph=True`` after construction, before the first step.
-
-        Raises:
-            RuntimeError: a step has begun.
-        """
+        """Set ``static_graph=True`` after construction. Raises RuntimeError if a step has begun."""
         if self.static_graph:
             warnings.warn("static_graph is set already; _set_static_graph() changes nothing.", stacklevel=2)
             return

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp.errors import see
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.ranks.together import together
 from fastddp.watch.corruption import Corruption, OnCorruption, deliver
 from fastddp.watch.scaler import a_scaler_steps

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.module.nested import tensors_in
 from fastddp.watch.corruption import Corruption, OnCorruption, deliver
 

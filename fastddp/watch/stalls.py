@@ -21,7 +21,7 @@ import weakref
 import torch.distributed as dist
 
 from fastddp._C import StallWatch, remove_own_pages
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.ranks.together import explanations, models
 from fastddp.watch import roll
 from fastddp.watch.error_file import leave_reports

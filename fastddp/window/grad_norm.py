@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp.errors import see
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.ranks.together import together
 from fastddp.window.joining import check_all_have_inputs
 
@@ -17,13 +17,10 @@ from fastddp.window.joining import check_all_have_inputs
 def measured(now: InForce, own: Sequence[Tensor] | None) -> Tensor:
     """The sum of squares of the synchronised gradients, and how many elements are not finite; in fp64.
 
-    Args:
-        now: what is in force.
-        own: this rank's part of the gradients, where they are sharded. They are measured as they are now, and the parts
-            are added up, in a collective. What is not finite then counts once a tensor.
+    ``own`` is this rank's part of the gradients, where they are sharded. They are measured as they are now, and the
+    parts are added up, in a collective. What is not finite then counts once a tensor.
 
-    Raises:
-        RuntimeError: no synchronisation has ended since the last forward.
+    Raises RuntimeError if no synchronisation has ended since the last forward.
     """
     if now.reducer.state != "finished":
         raise RuntimeError(

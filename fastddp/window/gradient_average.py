@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,7 @@ _CHOICES = '"mean", "sum", a tensor of one element or a callable that returns a 
 
 
 def check_gradient_average(average: GradientAverage) -> None:
-    """Raise unless ``average`` is one of the choices.
-
-    Raises:
-        ValueError: another string, or a tensor of more than one element.
-        TypeError: something else.
-    """
+    """Raise ValueError for another string or a tensor of several elements, TypeError for what is no choice at all."""
     if isinstance(average, str):
         if average not in ("mean", "sum"):
             raise ValueError(f"gradient_average is {_CHOICES}, not {average!r}." + see("FD031"))
@@ -63,10 +59,7 @@ def check_exchange(average: GradientAverage, exchange: Exchange) -> None:
 class Weight:
     """A rank's share of the next window's average. Ranks add up their weights while forward runs.
 
-    Args:
-        source: the weight: a number, a tensor of one element, or a callable that returns a number. It is read when a
-            forward that asks for synchronisation begins.
-        device: where tensors must live for collectives.
+    The weight is a number, a tensor of one element, or what a callable returns when a forward that synchronises begins.
     """
 
     def __init__(self, source: float | Tensor | Callable[[], Tensor | float], device: torch.device) -> None:
@@ -74,11 +67,9 @@ class Weight:
         self._device = device
 
     def send(self, group: dist.ProcessGroup | None, counts: bool) -> None:
-        """Begin to add up the weights of the ranks of ``group``. A collective.
+        """Begin to add up the weights of the ranks of ``group``, a collective; None: each keeps its own gradients.
 
-        Args:
-            group: the ranks that average gradients with each other; None: each keeps its own, and there is no sum.
-            counts: whether this rank has gradients; if not, its weight is 0.
+        A rank that does not count, since it has no gradients, has the weight 0.
         """
         self._problem: Exception | None = None
         self._work: dist.Work | None = None
@@ -100,7 +91,11 @@ class Weight:
             TypeError: this rank's weight is no number; the other ranks raise ValueError.
             Exception: the error that this rank's callable raised.
         """
-        total = self._wait_for_total()
+        total: float | None = None
+        if self._work is not None and self._group is not None:
+            with self._own_stream():  # on the current stream this would wait for the forward
+                finish(self._work, self._group)
+                total = self._total.item()
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
@@ -114,13 +109,6 @@ class Weight:
             )
         return self._mine / total
 
-    def _wait_for_total(self) -> float | None:
-        if self._work is None or self._group is None:
-            return None
-        with self._own_stream():  # on the current stream this would wait for the forward
-            finish(self._work, self._group)
-            return self._total.item()
-
     def _read(self) -> float:
         weight = self._source() if callable(self._source) else self._source
         try:
@@ -130,15 +118,9 @@ class Weight:
                 f"The callable of gradient_average returned {weight!r}, which is no number." + see("FD031")
             ) from error
 
-    def _own_stream(self) -> torch.Stream | _NoStream:
-        return _NoStream() if self._device.type == "cpu" else self._stream
+    def _own_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._device.type == "cpu" else self._stream
 
     @functools.cached_property
     def _stream(self) -> torch.Stream:
         return torch.Stream(device=self._device)
-
-
-class _NoStream:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from fastddp.errors import see
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.module.replicas import broadcast_replicas
 from fastddp.ranks.agreement import greatest
 
@@ -40,10 +40,8 @@ def check_all_have_inputs(now: InForce, what: str) -> None:
 class JoinedRank(JoinHook):
     """Takes part in the collectives of a model's forwards and backwards, without gradients.
 
-    Args:
-        now: what is in force in the model that others train.
-        shadow: called with whether their forward synchronises, and whether gradients are enabled.
-        replicas: the tensors to make equal on all ranks in the end.
+    ``shadow`` is told whether the others' forward synchronises, and whether gradients are enabled. The ``replicas`` are
+    made equal on all ranks in the end.
     """
 
     def __init__(

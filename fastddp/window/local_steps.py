@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
 from fastddp.errors import see
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.watch.options import OnLocalSteps
 
 
 class LocalSteps:
-    """Tells of a model's first step with gradients that stayed on this rank, though the loop did not ask for it.
-
-    Args:
-        now: what is in force.
-        on: what to do.
-    """
+    """Tells of a model's first step with gradients that stayed on this rank, though the loop did not ask for it."""
 
     def __init__(self, now: InForce, on: OnLocalSteps) -> None:
         self._now = now
@@ -43,9 +38,7 @@ class LocalSteps:
     def check(self, optimizer: Optimizer, others: Iterable[InForce]) -> None:
         """Warn, or raise RuntimeError, if ``optimizer`` is about to step gradients that were never averaged.
 
-        Args:
-            optimizer: it has parameters of the model.
-            others: what is in force for other models, which may have averaged parameters of this one.
+        The models of ``others`` may have averaged parameters of this one.
         """
         if self._on is None or self._contexts:
             return
@@ -58,15 +51,13 @@ class LocalSteps:
                 local.pop(id(other.parameters.tensors[index]), None)
         stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         names = [local[parameter] for parameter in stepped if parameter in local]
-        if names:
-            self._tell(type(optimizer).__name__, names)
-
-    def _tell(self, optimizer: str, names: Sequence[str]) -> None:
+        if not names:
+            return
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         message = (
-            f"fastddp: {optimizer} is about to step with a gradient that is rank {self._now.process_group.rank()}'s "
-            f"alone, of parameter {names[0]}{more}: no backward has averaged it, so replicas drift apart. "
-            f"{self._why()} "
+            f"fastddp: {type(optimizer).__name__} is about to step with a gradient that is rank "
+            f"{self._now.process_group.rank()}'s alone, of parameter {names[0]}{more}: no backward has averaged it, so "
+            f"replicas drift apart. {self._why()} "
             "If that is on purpose, as in local SGD, put no_sync() around the step, too, or pass "
             "Watch(local_steps=None)." + see("FD048")
         )

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.module.main_gradients import check_optimizer
 from fastddp.watch.scaler import note_scaler
 from fastddp.window.local_steps import LocalSteps
@@ -24,11 +24,7 @@ def check_before_each_step(now: InForce, local_steps: LocalSteps, check: Callabl
     A backward that leaves out a parameter returns normally, because another backward may bring the missing gradient.
     The optimizer's step is the last moment to notice that none did. Two hooks, global to torch.optim, serve all models:
     a hook of each model would be removed when the model is collected, which may be while torch walks through the hooks.
-
-    Args:
-        now: what is in force; not kept alive.
-        local_steps: the first check.
-        check: a method; its object is not kept alive.
+    Nothing is kept alive.
     """
     steps = _Steps(now, local_steps, check)
     _notice_skipped_steps()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fastddp.bucket_plan import Buckets
 from fastddp.errors import see
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.ranks.listing import listed
 
 if TYPE_CHECKING:
@@ -18,23 +17,15 @@ _MOST_LISTED = 10
 
 
 def give_up(now: InForce, watch: StallWatch | None) -> str:
-    """Give up the last window, which is partial.
+    """Give up the last window, which is partial, and return what to raise.
 
-    Args:
-        now: what is in force.
-        watch: it asks the other ranks, as for any step that does not end; None: nobody asks.
-
-    Returns:
-        What to raise: it names each missing parameter, its bucket, this rank, and which ranks have its gradient.
+    That names each missing parameter, its bucket, and which ranks have its gradient. ``watch`` asks them, as for any
+    step that does not end; None: nobody asks.
     """
     missing = now.reducer.missing()
     elsewhere = None if watch is None else watch.ask_who_has(_PATIENCE)
     silence = _NOBODY_ASKS if watch is None else _STORE_IS_GONE if elsewhere is None else ""
-    group = now.process_group
-    changed = _changed(now, missing)
-    message = _message(
-        missing, changed, now.setting.names, now.setting.plan, group.rank(), group.size(), elsewhere or {}, silence
-    )
+    message = _message(now, missing, elsewhere or {}, silence)
     now.reducer.give_up()
     return message
 
@@ -56,17 +47,10 @@ def _changed(now: InForce, missing: Sequence[int]) -> dict[int, str]:
     }
 
 
-def _message(
-    missing: Sequence[int],
-    changed: Mapping[int, str],
-    names: Sequence[str],
-    plan: Buckets,
-    rank: int,
-    ranks: int,
-    elsewhere: Mapping[int, Lack],
-    silence: str,
-) -> str:
-    bucket_of = {index: number for number, bucket in enumerate(plan) for index in bucket}
+def _message(now: InForce, missing: Sequence[int], elsewhere: Mapping[int, Lack], silence: str) -> str:
+    names, rank, ranks = now.setting.names, now.process_group.rank(), now.process_group.size()
+    changed = _changed(now, missing)
+    bucket_of = {index: number for number, bucket in enumerate(now.setting.plan) for index in bucket}
     headline = (
         f"fastddp: backward ended on rank {rank} without a gradient for {len(missing)} of {len(names)} parameters, so "
         "gradients are only partly synchronised:"

@@ -134,8 +134,8 @@ from fastddp.tools.ps import live
 import fastddp
 assert "torch" not in sys.modules
 fastddp.DistributedDataParallel, fastddp.__version__, fastddp._C.Reducer, fastddp.comm_hooks
-import fastddp.clipping
-print(fastddp.clip_grad_norm_ is fastddp.clipping.clip_grad_norm_)
+import fastddp.sharding.clipping
+print(fastddp.clip_grad_norm_ is fastddp.sharding.clipping.clip_grad_norm_)
 """
     assert run_python(code)[1] == "True\n"
 

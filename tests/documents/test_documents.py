@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import pytest
 
-from fastddp.bucket_plan import BucketPlan
 from fastddp.documents.formats import DocumentFormat
 from fastddp.documents.typed_json import DEEPEST, Unexpected, parsed, restored
+from fastddp.planning.bucket_plan import BucketPlan
 from fastddp.tools.trace.as_json import read_json
 
 FORMATS: dict[str, Callable[[Path], Any]] = {

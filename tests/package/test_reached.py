@@ -54,11 +54,9 @@ def test_options_are_read(kind: Any) -> None:
 
 def test_what_the_extension_offers_is_used() -> None:
     stubs = (ROOT / "fastddp" / "_C.pyi").read_text()
-    offered = {
-        node.name
-        for node in ast.walk(ast.parse(stubs))
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("__")
-    }
+    nodes = [*ast.walk(ast.parse(stubs))]
+    offered = {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))} - {"__init__"}
+    offered |= {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
     used = set(re.findall(r"\w+", " ".join(path.read_text() for path in USERS)))
     named = set(re.findall(r"\w+", " ".join(re.findall(r"->.*|: .*|(?<=\()\w+(?=\):)", stubs))))  # returned, or a base
     assert offered - used - named == set()

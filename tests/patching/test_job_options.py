@@ -15,7 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import fastddp
 from fastddp import __main__ as command
-from fastddp import job_options, presence
+from fastddp.torch_compat import job_options
+from fastddp.watch import presence
 from on_ranks import on_ranks
 
 OF_THE_CONSTRUCTOR = [

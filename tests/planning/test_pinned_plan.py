@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fastddp
-from fastddp.bucket_plan import BucketPlan, PlannedBucket, PlannedParameter
+from fastddp.planning.bucket_plan import BucketPlan, PlannedBucket, PlannedParameter
 from fastddp.planning.pinned_plan import fit
 from hooks_by_name import averages
 from on_ranks import on_ranks

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastddp.bucket_plan import Buckets, plan_buckets
+from fastddp.planning.bucket_plan import Buckets, plan_buckets
 from fastddp.planning.model import Gradient, Link, best_plan, end_of
 
 # ------------------------------------------------------------------------------------------------------------ the model

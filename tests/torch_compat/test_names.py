@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
-from fastddp.torch_compat.helpers import SERVE_TORCHS_REDUCER
+from fastddp.torch_compat.refusals import SERVE_TORCHS_REDUCER
 from fastddp.torch_compat.surface import TorchSurface
 from on_ranks import Wrap, on_ranks, same_under_both
 from releases import names_to_come

@@ -8,32 +8,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from fastddp.documents.formats import DocumentFormat
 from fastddp.documents.typed_json import restored, shown
 from fastddp.errors import see
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-MIB = 2**20
-FIRST_BUCKET_BYTES = 1 * MIB
-DEFAULT_BUCKET_BYTES = 25 * MIB
-STAGED_BUCKET_BYTES = 6 * MIB  # on the CPU, in two levels, where a bucket goes through several stages
-
 Buckets = list[list[int]]
 """The indices of each bucket's parameters; buckets in the order of their collectives."""
-
-
-@dataclass
-class _OpenBucket:
-    members: list[int] = field(default_factory=list)
-    size: int = 0  # bytes
-    closed: int = 0  # buckets of this kind closed before
 
 
 def plan_buckets(parameters: Sequence[Tensor], caps: Sequence[int], order: Sequence[int] | None = None) -> Buckets:
@@ -45,24 +32,22 @@ def plan_buckets(parameters: Sequence[Tensor], caps: Sequence[int], order: Seque
 
     Args:
         parameters: of any shape, dtype and device.
-        caps: bytes at which the first, second, ... bucket of a dtype and device is closed; the last cap holds for all
-            buckets after it.
-        order: a permutation of the parameters' indices: the order in which their gradients are expected. Default: the
-            reverse of ``parameters``, because backward runs against the order in which layers are registered.
+        caps: bytes at which the first, second, ... bucket of a dtype and device is closed; the last is for all others.
+        order: of the parameters' indices, in which gradients are expected. Default: reversed, as backward runs.
 
     Example: four parameters of 4 bytes each with caps [4, 8] give [[3], [2, 1], [0]].
     """
-    open_buckets: dict[object, _OpenBucket] = {}
+    open_buckets: dict[object, list[int]] = {}
+    sizes, closed = Counter[object](), Counter[object]()  # bytes of open buckets, and how many of a kind were closed
     plan: Buckets = []
     for index in order if order is not None else reversed(range(len(parameters))):
-        parameter = parameters[index]
-        bucket = open_buckets.setdefault((parameter.dtype, parameter.device), _OpenBucket())
-        bucket.members.append(index)
-        bucket.size += parameter.numel() * parameter.element_size()
-        if bucket.size >= caps[min(bucket.closed, len(caps) - 1)]:
-            plan.append(bucket.members)
-            bucket.members, bucket.size, bucket.closed = [], 0, bucket.closed + 1
-    return plan + [bucket.members for bucket in open_buckets.values() if bucket.members]
+        kind = (parameters[index].dtype, parameters[index].device)
+        open_buckets.setdefault(kind, []).append(index)
+        sizes[kind] += parameters[index].nbytes
+        if sizes[kind] >= caps[min(closed[kind], len(caps) - 1)]:
+            plan.append(open_buckets[kind])
+            open_buckets[kind], sizes[kind], closed[kind] = [], 0, closed[kind] + 1
+    return plan + [bucket for bucket in open_buckets.values() if bucket]
 
 
 def with_one_dtype(plan: Buckets, parameters: Sequence[Tensor]) -> Buckets:
@@ -261,8 +246,6 @@ class _BucketInFile:
 
 
 def _dtype_named(name: str) -> torch.dtype:
-    import torch
-
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {shown(name)}")
@@ -273,13 +256,8 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _table(lines: Iterable[tuple[str, ...]]) -> str:
+def _table(lines: Sequence[tuple[str, ...]]) -> str:
     """The lines as columns, each as wide as its widest cell, the last one aligned on the right."""
-    lines = list(lines)
     *widths, last = (max(map(len, column)) for column in zip(*lines, strict=True))
-
-    def padded(line: tuple[str, ...]) -> Iterator[str]:
-        yield from (cell.ljust(width) for cell, width in zip(line[:-1], widths, strict=True))
-        yield line[-1].rjust(last)
-
-    return "\n".join("  ".join(padded(line)) for line in lines)
+    row = "  ".join([*(f"{{:{width}}}" for width in widths), f"{{:>{last}}}"])
+    return "\n".join(row.format(*line) for line in lines)

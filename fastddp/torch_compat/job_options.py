@@ -1,4 +1,4 @@
-"""Options for wrappers whose code says nothing about them: those of ``python -m fastddp`` and :func:`fastddp.patch`.
+"""Options of ``python -m fastddp`` and :func:`fastddp.patch`, for wrappers whose code says nothing about them.
 
 They stand for arguments of the constructor that a script leaves out, and for a hook that it does not register. What the
 script says itself wins. How options go together is checked where the constructor checks its arguments.
@@ -24,22 +24,16 @@ from fastddp.window.gradient_average import check_gradient_average
 class JobOptions(TypedDict, total=False):
     """Each is optional, and named as the constructor's argument, unless something else is said here."""
 
-    hook: str
-    """The hook that :func:`fastddp.comm_hooks.hook_named` knows by this name."""
-    buckets: Literal["auto"] | str | os.PathLike[str]
-    """A plan's file, or "auto", which is ``bucket_cap_mb="auto"``."""
+    hook: str  # the hook that :func:`fastddp.comm_hooks.hook_named` knows by this name
+    buckets: Literal["auto"] | str | os.PathLike[str]  # A plan's file, or "auto", which is ``bucket_cap_mb="auto"``
     hierarchy: Literal["node"]
     gradient_average: Literal["mean", "sum"]
     main_grads: Literal["grad", "main_grad"]
     wire_memory: Literal["registered", "symmetric"]
-    on_stall: OnStall
-    """``Watch(stall=...)``."""
-    patience: float
-    """``Watch(patience=...)``."""
-    on_corruption: OnCorruption
-    """``Watch(corruption=...)``."""
-    audit_every: int | None
-    """``Watch(audit_every=...)``."""
+    on_stall: OnStall  # ``Watch(stall=...)``
+    patience: float  # ``Watch(patience=...)``
+    on_corruption: OnCorruption  # ``Watch(corruption=...)``
+    audit_every: int | None  # ``Watch(audit_every=...)``
 
 
 _OF_WATCH = {"on_stall": "stall", "patience": "patience", "on_corruption": "corruption", "audit_every": "audit_every"}
@@ -93,9 +87,7 @@ def hook_in_force() -> tuple[object, comm_hooks.Hook] | None:
 Of = ParamSpec("Of")
 
 
-def with_job_options(
-    constructor: Callable[Concatenate[Any, Of], None],
-) -> Callable[Concatenate[Any, Of], None]:
+def with_job_options(constructor: Callable[Concatenate[Any, Of], None]) -> Callable[Concatenate[Any, Of], None]:
     """Decorate a wrapper's constructor: the options in force stand for arguments that its caller leaves out."""
     signature = inspect.signature(constructor)
 

@@ -19,20 +19,14 @@ from fastddp.module.parameters import NamedParameters
 class InForce:
     """One engine's current state; it lives as long as the engine."""
 
-    module: nn.Module
-    """The wrapped module."""
+    module: nn.Module  # the wrapped module
     parameters: NamedParameters
     main_gradients: MainGradients
     number: ModelNumber
-    process_group: dist.ProcessGroup
-    """The model's ranks."""
-    device: torch.device
-    """Of the first parameter: where tensors must live for the group's collectives."""
+    process_group: dist.ProcessGroup  # the model's ranks
+    device: torch.device  # of the first parameter: where tensors must live for the group's collectives
     reducer: _C.Reducer
     setting: Setting
-    exchange: Exchange = field(init=False)
-    """The exchange of the coming window."""
-    is_uneven: bool = False
-    """Whether ranks may have different numbers of inputs (torch's Join)."""
-    counts_ranks_with_inputs: bool = False
-    """Whether a mean is only over ranks that have inputs."""
+    exchange: Exchange = field(init=False)  # the exchange of the coming window
+    is_uneven: bool = False  # whether ranks may have different numbers of inputs (torch's Join)
+    counts_ranks_with_inputs: bool = False  # whether a mean is only over ranks that have inputs

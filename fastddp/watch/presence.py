@@ -12,18 +12,14 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from fastddp._build_info import version
-from fastddp.in_force import InForce
+from fastddp.exchange.in_force import InForce
 from fastddp.watch.options import Watch
 
-to_stderr = False
-"""Whether whoever started the job asked for fastddp, so that a line shows them that they have it. Else it is logged."""
-starts_processes = False
-"""Whether this process has started others afresh, which may have the wrappers."""
+to_stderr = False  # whether whoever started the job asked for fastddp: a line shows them that they have it
+starts_processes = False  # whether this process has started others afresh, which may have the wrappers
 
-_has_wrapper = mmap.mmap(-1, 1)
-"""Its byte is 1 once this process has made a wrapper, or one that was forked from it."""
-_pids: set[int] = set()
-"""Of this process, once it has told of its first wrapper."""
+_has_wrapper = mmap.mmap(-1, 1)  # its byte is 1 once this process has made a wrapper, or one that was forked from it
+_pids: set[int] = set()  # of this process, once it has told of its first wrapper
 _logger = logging.getLogger("fastddp")
 
 
@@ -83,12 +79,8 @@ def _ranks(count: int) -> str:
 
 
 def _watched(watch: Watch) -> str:
-    watched = [
-        *(["stalls"] if watch.stall is not None else []),
-        *(["corruption"] if watch.corruption is not None else []),
-        *(["replicas that differ"] if watch.audit_every is not None else []),
-    ]
-    return " and ".join(watched) or "nothing"
+    faults = {"stalls": watch.stall, "corruption": watch.corruption, "replicas that differ": watch.audit_every}
+    return " and ".join(fault for fault, choice in faults.items() if choice is not None) or "nothing"
 
 
 def _count(number: int, what: str) -> str:

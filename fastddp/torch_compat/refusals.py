@@ -1,11 +1,13 @@
-"""Torch's own reducer: helpers of its class that serve it, and wrappers that have it beside one of fastddp's."""
+"""What is refused: helpers of torch's reducer, wrappers that have it, and contexts of torch.distributed.autograd."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
+from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastddp.errors import see
@@ -62,3 +64,25 @@ def check_beside_torchs(other: object, parameters: Collection[Tensor]) -> None:
             "and a gradient lives in the buckets of one of them only. Make it without gradient_as_bucket_view, or wrap "
             "these parameters once." + see("FD013")
         )
+
+
+def refuse_distributed_autograd() -> None:
+    """Raise ``NotImplementedError`` inside a ``torch.distributed.autograd.context()``, which would keep gradients.
+
+    The reducer itself notices a context's backward over a forward from outside of it: a gradient comes that is not in
+    ``parameter.grad``, which is an error whatever the cause.
+    """
+    if rpc.is_available() and rpc._is_current_rpc_agent_set() and _inside_context():
+        raise NotImplementedError(
+            "fastddp does not support torch.distributed.autograd yet: this forward ran inside one of its contexts, "
+            "whose gradients would not be averaged. Run forward outside of the context and call loss.backward(), or "
+            "use torch.nn.parallel.DistributedDataParallel." + see("FD038")
+        )
+
+
+def _inside_context() -> bool:
+    try:
+        torch._C._distributed_autograd._current_context()  # type: ignore[attr-defined]
+    except RuntimeError:  # there is none
+        return False
+    return True
