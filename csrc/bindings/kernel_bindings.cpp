@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "audit/digests.h"
 #include "bindings/bindings.h"
 #include "block8/tables.h"
@@ -96,12 +98,10 @@ Rounding rounding(std::optional<uint64_t> key) {
 }  // namespace
 
 Block8 block8_of(const std::string& number, int64_t block) {
-  static const auto& numbers = *new std::map<std::string, Block8::Number>{
-      {"int8", Block8::Number::int8}, {"e4m3", Block8::Number::e4m3}, {"e5m2", Block8::Number::e5m2}};
-  const auto found = numbers.find(number);
-  TORCH_CHECK_VALUE(found != numbers.end(), "fastddp: there are int8, e4m3 and e5m2, and no ", number);
+  const auto found = std::ranges::find(Block8::kNames, number);
+  TORCH_CHECK_VALUE(found != Block8::kNames.end(), "fastddp: there are int8, e4m3 and e5m2, and no ", number);
   TORCH_CHECK_VALUE(block == 128 || block == 256, "fastddp: a block has 128 or 256 elements, not ", block);
-  return {found->second, block};
+  return {Block8::Number(found - Block8::kNames.begin()), block};
 }
 
 void bind_kernels(py::module_& m) {

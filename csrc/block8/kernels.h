@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -28,6 +29,7 @@ namespace fastddp {
 // k = floor(min(|x|, L) / D + u), u in [0, 1) of 16 bits.
 struct Block8 {
   enum class Number : uint8_t { int8, e4m3, e5m2 };  // e4m3: torch.float8_e4m3fn, e5m2: torch.float8_e5m2
+  static constexpr std::array<const char*, 3> kNames{"int8", "e4m3", "e5m2"};
 
   Number number;
   int64_t block;  // elements: 128 or 256

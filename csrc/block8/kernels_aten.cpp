@@ -15,18 +15,7 @@ struct FloatBits {
   double largest;
   int64_t mantissa, bias;  // int8: none
 };
-
-FloatBits bits_of(Block8::Number number) {
-  switch (number) {
-    case Block8::Number::e4m3:
-      return {448.0, 3, 7};
-    case Block8::Number::e5m2:
-      return {57344.0, 2, 15};
-    case Block8::Number::int8:
-      break;
-  }
-  return {127.0, 0, 0};
-}
+constexpr std::array<FloatBits, 3> kBits{{{127.0, 0, 0}, {448.0, 3, 7}, {57344.0, 2, 15}}};  // by Block8::Number
 
 // [blocks, block] each: values in units of the scale, fp32, and their bytes.
 struct Rounded {
@@ -35,7 +24,7 @@ struct Rounded {
 
 class AtenBlock8Kernels : public Block8Kernels {
  public:
-  explicit AtenBlock8Kernels(Block8 format) : format_(format), bits_(bits_of(format.number)) {}
+  explicit AtenBlock8Kernels(Block8 format) : format_(format), bits_(kBits[static_cast<size_t>(format.number)]) {}
 
   void encode(const std::vector<BlockedGradient>& gradients, const at::Tensor& before, const at::Tensor& error,
               const at::Tensor& wire, double scale, Rounding rounding) override {

@@ -13,18 +13,6 @@ namespace {
 
 constexpr uintptr_t kWireAlignment = 16;
 
-const char* name_of(Block8::Number number) {
-  switch (number) {
-    case Block8::Number::e4m3:
-      return "e4m3";
-    case Block8::Number::e5m2:
-      return "e5m2";
-    case Block8::Number::int8:
-      break;
-  }
-  return "int8";
-}
-
 bool is_aligned(const at::Tensor& wire) {
   return wire.is_contiguous() && reinterpret_cast<uintptr_t>(wire.const_data_ptr()) % kWireAlignment == 0;
 }
@@ -138,8 +126,8 @@ class GpuBlock8Kernels : public Block8Kernels {
   }
 
   std::string name_of_kernel(const std::string& form, bool drawn) const {
-    return "fastddp_block8_" + form + "_" + name_of(format_.number) + "_" + std::to_string(format_.block) +
-           (drawn ? "_drawn" : "");
+    return "fastddp_block8_" + form + "_" + Block8::kNames[static_cast<size_t>(format_.number)] + "_" +
+           std::to_string(format_.block) + (drawn ? "_drawn" : "");
   }
 
   // Null if torch's operators have to do it: the gradients have no kernel for their dtype, several dtypes, or a memory layout

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
@@ -147,19 +148,8 @@ Process Process::current() {
 }
 
 const char* to_string(Life life) {
-  switch (life) {
-    case Life::runs:
-      return "runs";
-    case Life::stopped:
-      return "stopped";
-    case Life::uninterruptible:
-      return "uninterruptible";
-    case Life::gone:
-      return "gone";
-    case Life::unknown:
-      return "unknown";
-  }
-  return "";
+  constexpr std::array names{"runs", "stopped", "uninterruptible", "gone", "unknown"};
+  return names.at(static_cast<size_t>(life));
 }
 
 Life life_of(const Process& process) {

@@ -110,7 +110,7 @@ void Interruption::wait(c10d::Work& work) {
     work.wait();
     return;
   }
-  if (is_of_pair(work)) return interruption->wait_for_pair(work, [&] { work.wait(); });
+  if (is_of_pair(work)) return interruption->wait_for_pair(work);
   interruption->check();
   if (const auto future = is_of_unknown_kind(work) ? nullptr : future_of(work)) wait(*future, kForever);
   try {
@@ -120,26 +120,20 @@ void Interruption::wait(c10d::Work& work) {
   }
 }
 
-template <typename Wait>
-void Interruption::wait_for_pair(c10d::Work& work, const Wait& wait) {
-  {
+void Interruption::wait_for_pair(c10d::Work& work) {
+  const auto abort_on_interrupt = [&](c10d::Work* of_pair) {
     const std::lock_guard lock(mutex_);
-    if (!is_interrupted_) of_pair_ = &work;
-  }
+    of_pair_ = is_interrupted_ ? nullptr : of_pair;
+  };
+  abort_on_interrupt(&work);
   check();
   try {
-    wait();
+    work.wait();
   } catch (const std::exception&) {
-    {
-      const std::lock_guard lock(mutex_);
-      of_pair_ = nullptr;
-    }
+    abort_on_interrupt(nullptr);
     if (!is_interrupted_) rethrow_explained();
   }
-  {
-    const std::lock_guard lock(mutex_);
-    of_pair_ = nullptr;
-  }
+  abort_on_interrupt(nullptr);
   check();
 }
 

@@ -84,8 +84,7 @@ class Interruption {
   static bool wait(c10::ivalue::Future& future, std::chrono::milliseconds patience);
 
  private:
-  template <typename Wait>
-  void wait_for_pair(c10d::Work& work, const Wait& wait);
+  void wait_for_pair(c10d::Work& work);
   // Rethrows the current exception with its explanation.
   [[noreturn]] void rethrow_explained();
 
