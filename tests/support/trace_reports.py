@@ -48,8 +48,8 @@ def of_torch(name: str = "before") -> Report:
 
 def empty() -> Report:
     lists = dict.fromkeys(("ranks", "buckets", "timelines", "stragglers", "advice", "notes"), ())
-    none = {"wrapper": "unknown", "world_size": None, "split": Split(0, 0, 0, 0), "step_mark": "nothing", **lists}
-    return replace(report("empty"), **none)  # type: ignore[arg-type]
+    none = {"wrapper": "unknown", "world_size": None, "split": mean([Split(0, 0, 0, 0)]), "step_mark": "nothing"}
+    return replace(report("empty"), **lists, **none)  # type: ignore[arg-type]
 
 
 def evil() -> Report:

@@ -8,24 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from fastddp.times.split import Split
-from fastddp.tools.commands import app
 from fastddp.tools.trace import chrome, files
-from fastddp.tools.trace.as_json import read_json
 from fastddp.tools.trace.events import ChromeDocument
 from fastddp.tools.trace.recording import TraceError
-from trace_files import BACKWARD, LAUNCHER, NCCL, ChromeTrace, bucket, collectives, report, seen
-
-
-def small(steps: int = 3) -> ChromeTrace:
-    trace = ChromeTrace(rank=1, world_size=2)
-    for step in range(steps):
-        t = 100 * step
-        trace.steps(t).operator(t + 10, t + 50).gloo(t + 30, t + 31, t + 60, 0)
-    return trace
-
+from trace_files import BACKWARD, LAUNCHER, NCCL, ChromeTrace, bucket, collectives, report, seen, small
 
 SMALL = [(31, 0), (131, 0), (231, 0)]  # its collectives
 
@@ -42,7 +30,7 @@ def test_a_trace_says_who_recorded_it_and_what(tmp_path: Path, name: str) -> Non
 
 
 def test_progress_is_told_up_to_the_files_last_byte(tmp_path: Path) -> None:
-    path = small(3000).write(tmp_path / "trace.json")
+    path = small(1000).write(tmp_path / "trace.json")
     told: list[int] = []
     chrome.read(path, told.append)
     assert told == sorted(told)
@@ -121,16 +109,7 @@ def test_wherever_the_text_is_cut_into_pieces_the_same_events_come_out(piece: in
 def test_odd_events_harm_nobody_and_those_without_times_are_counted(tmp_path: Path) -> None:
     trace = small()
     known = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1}
-    odd: list[Any] = [
-        None,
-        3,
-        "text",
-        [],
-        {},
-        {"ph": "X"},
-        {"ph": "i", "ts": 1},
-        {"ph": "X", "cat": ["kernel"], "ts": 1},
-    ]
+    odd: list[Any] = [None, [], {}, {"ph": "X"}, {"ph": "i", "ts": 1}, {"ph": "X", "cat": ["kernel"], "ts": 1}]
     without_times = [
         {**known, "name": "aten::mm", "ts": "soon", "dur": 1},
         {**known, "name": "aten::mm", "ts": "nan", "dur": 1},
@@ -167,31 +146,11 @@ def test_of_a_truncated_trace_what_lies_before_is_read_with_a_warning(tmp_path: 
     assert why in warning
 
 
-def test_a_warning_stands_before_anything_else_everywhere(tmp_path: Path) -> None:
-    def run(*arguments: object) -> str:
-        result = CliRunner().invoke(app, ["trace", *map(str, arguments)], env={"COLUMNS": "200"})
-        assert result.exit_code == 0
-        return " ".join(result.output.split())
-
-    path, warning = tmp_path / "cut.json", "cut.json is damaged"
-    path.write_text(small(40).text()[:-3000])
-    output = run(path, "--output", tmp_path / "out")
-    assert 0 < output.index("Warning: ") < output.index(warning) < output.index("A step takes")
-    (saved,) = read_json(tmp_path / "out.json")
-    assert warning in saved.warnings[0]
-    page = (tmp_path / "out.html").read_text()
-    assert page.index("<h2>Incomplete</h2>") < page.index("Where a step's time goes")
-    output = run(tmp_path / "out.json", tmp_path / "out.json", "--no-files")
-    assert "“cut.json (2)” is incomplete" in output
-
-
 REFUSED = {
     "empty.json": (b"", "is empty. Did the run end"),
     "other.json": (b'{"loss": [1, 2, 3], "steps": 3}', "is JSON, but no trace: it has no 'traceEvents'"),
     "list.json": (b'[{"loss": 1}, {"loss": 2}]', "is JSON, but no trace: a list without events"),
-    "number.json": (b"3", "is JSON, but no trace"),
     "binary.json": (bytes(range(256)) * 10, "is no JSON that can be read"),
-    "cut.json": (b'{"schemaVersion": 1, "deviceProp', "is no JSON that can be read"),
     "damaged.json.gz": (b"\x1f\x8b" + bytes(100), "is no JSON that can be read"),
     "none.json": (b'{"traceEvents": []}', "holds no event"),
     "no event.json": (b'{"traceEvents": [{"ph": "X", "cat": "cpu_', "holds no event that could be read"),
