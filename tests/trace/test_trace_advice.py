@@ -149,7 +149,7 @@ def test_on_the_cpu_idle_time_is_what_is_no_operator(tmp_path: Path) -> None:
 
 
 def test_idle_time_of_which_no_launch_is_known_is_said_and_below_a_fifth_of_a_step_none(tmp_path: Path) -> None:
-    found = report(tmp_path, ChromeTrace().kernel(0, 10, 1).kernel(60, 100, 2))
+    found = report(tmp_path, ChromeTrace().launch(None, 0, 10).launch(None, 60, 100))
     assert found.idle == Idle(True, 0, 0, 0, pytest.approx(50))
     assert "50.00 ms for what the trace does not tell" in found.advice[-1]
     assert len(advise(Split(81, 0, 0, 19), [], {}, idle=found.idle)) == 1

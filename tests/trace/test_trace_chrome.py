@@ -54,7 +54,7 @@ COLLECTIVES = {
         ChromeTrace().range(0, 10, "fastddp.gradient parameter=layer1.weight bucket=1")
         .range(2, 8, bucket("collective", 1)).range(0, 10, bucket("collective", 0), thread=BACKWARD)
         .launch(5, 10, 15, NCCL).launch(5, 20, 25, NCCL, thread=BACKWARD).launch(11, 30, 35, NCCL)
-        .kernel(40, 45, 99, NCCL)  # was launched before recording began
+        .launch(None, 40, 45, NCCL)
         .launch(9, 50, 55, NCCL),  # after the inner range, inside the outer one
         [(10, 1), (20, 0), (30, None), (40, None), (50, 1)],
     ),

@@ -75,7 +75,7 @@ def test_into_a_folder_go_files_of_its_own_name(tmp_path: Path, monkeypatch: pyt
         (["missing.json"], "missing.json does not exist."),
         (["other.json"], "other.json is JSON, but no trace"),
         (["empty"], "empty has no trace: no file that ends in .json, .json.gz, .sqlite, .nsys-rep."),
-        ([RECORDED / "rank0.json.gz", RECORDED / "rank0.json.gz"], "are both of rank 0"),
+        ([RECORDED / "rank0.json.gz", RECORDED / "rank0.json.gz"], "are both of rank 0. Name one file a rank, and"),
         ([RECORDED, "--output", "no/where"], "where.html cannot be written: No such file"),
         ([RECORDED, "--output", ""], "--output is empty."),
         (["old.json"], "old.json holds a report of version 0"),
