@@ -46,7 +46,6 @@ def test_both_recorders_tell_the_same_of_the_same_steps(tmp_path: Path) -> None:
         assert getattr(nsights, field) == getattr(torchs, field)
     drawn = [[(one.what, one.start, one.end) for one in of.timelines[0].intervals] for of in (torchs, nsights)]
     assert drawn[0] == drawn[1]
-    assert [what for what, *_ in drawn[0]] == ["compute", "copy", "collective"]
     # A range that was open when recording ended is a moment.
     open_range = two_steps(NsightExport()).range(300, None, "fastddp.step").launch(301, 350, 360)
     assert len(report(tmp_path, open_range).ranks[0].step_ms) == 3
@@ -210,20 +209,14 @@ def message(size: int) -> bytes:
 class NcclExport(NsightExport):
     def __init__(self) -> None:
         super().__init__()
-        for schema, place, name, offset in (
-            (SCHEMA, 0, "NCCL communicator ID", None),
-            (SCHEMA, 1, "Message size [bytes]", 8),
-            (SCHEMA, 2, "Reduction operation", 16),
-            (INIT_SCHEMA, 0, "NCCL communicator ID", None),
-            (INIT_SCHEMA, 1, "No. of ranks", 8),
-        ):
-            self.row("NVTX_PAYLOAD_SCHEMA_ENTRIES", domainId=7, schemaId=schema, idx=place, name=name, offset=offset)
+        for schema, second in ((SCHEMA, "Message size [bytes]"), (INIT_SCHEMA, "No. of ranks")):
+            for name, offset in (("NCCL communicator ID", None), (second, 8)):
+                self.row("NVTX_PAYLOAD_SCHEMA_ENTRIES", domainId=7, schemaId=schema, name=name, offset=offset)
         self.says(0, "ncclCommInitRank", binaryData=packed(INIT_SCHEMA, struct.pack("<QIi", COMMUNICATOR, 4, 0)))
 
     def says(self, time: float, name: str, **payload: object) -> None:
-        start = round(time * 1e6)
         about = {"eventType": 59, "text": name, "globalTid": self.thread(1)}
-        self.row("NVTX_EVENTS", start=start, end=start + 10, **about, **payload)
+        self.row("NVTX_EVENTS", start=round(time * 1e6), **about, **payload)
 
 
 def with_payloads(payload: dict[str, object], name: str = "ncclAllReduce", kernel: str = NCCL) -> NcclExport:
@@ -254,13 +247,10 @@ def test_nccl_says_what_its_calls_carry_and_in_which_group(tmp_path: Path, paylo
     assert kind.bus_gb_per_s == pytest.approx(4e6 * 1.5 / 40e-3 / 1e9)
 
 
-def test_a_reduce_scatter_names_what_comes_out_of_it(tmp_path: Path) -> None:
+def test_a_reduce_scatter_names_what_comes_out_of_it_and_messages_of_a_group_are_one_exchange(tmp_path: Path) -> None:
     trace = with_payloads({"binaryData": message(1000)}, "ncclReduceScatter", "ncclDevKernel_Generic_1")
     (kind,) = report(tmp_path, trace).collectives
     assert (kind.kind, kind.bytes) == ("reduce_scatter", 4000)
-
-
-def test_sends_and_receives_of_a_group_are_one_exchange(tmp_path: Path) -> None:
     trace = NcclExport()
     for number in range(3):
         trace.says(10 + number, "ncclSend", binaryData=message(500))
@@ -270,14 +260,13 @@ def test_sends_and_receives_of_a_group_are_one_exchange(tmp_path: Path) -> None:
     assert recording.activities.bytes.tolist() == [1500]
 
 
-BINARY = [b"", b"\0" * 31, message(5)[:-1], packed(99, b"\0" * 24), packed(SCHEMA, b"\0" * 8), 17, "text"]
-TEXTS = ["", "{", "[1]", "[" * 100_000, '{"Message size [bytes]": "none"}']
+BINARY = [b"\0" * 31, message(5)[:-1], packed(99, b"\0" * 24), packed(SCHEMA, b"\0" * 8), 17]
+TEXTS = ["{", "[1]", "[" * 100_000, '{"Message size [bytes]": "none"}']
 
 
-@pytest.mark.parametrize(
-    "payload", [*({"binaryData": data} for data in BINARY), *({"jsonText": text} for text in TEXTS)]
-)
-def test_payloads_of_another_form_are_not_believed(tmp_path: Path, payload: dict[str, object]) -> None:
-    recording = seen(tmp_path, with_payloads(payload)).recording
+@pytest.mark.parametrize("payload", [*BINARY, *TEXTS])
+def test_payloads_of_another_form_are_not_believed(tmp_path: Path, payload: object) -> None:
+    column = "jsonText" if isinstance(payload, str) else "binaryData"
+    recording = seen(tmp_path, with_payloads({column: payload})).recording
     assert set(recording.activities.bytes.tolist()) == {NONE}
     assert recording.collectives[0].operation == "all_reduce"
