@@ -7,7 +7,6 @@ Categories are today's, and those of torch before 1.13 ("Operator", "Kernel"). T
 from __future__ import annotations
 
 import gzip
-import io
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -27,7 +26,6 @@ MESSAGES_ARE_LONGER = (
 
 Progress = Callable[[int], None]  # is told how many bytes of the file have been read
 
-CHUNK = 1 << 16
 GZIP = b"\x1f\x8b"
 BASE = "baseTimeNanoseconds"
 
@@ -72,32 +70,21 @@ def _warnings(path: Path, damage: str | None) -> tuple[str, ...]:
     return (f"{path} is damaged or was not written to its end ({damage}): only what lies before is counted.",)
 
 
-class _Counted(io.RawIOBase):
-    """A file that reports how far it has been read."""
-
-    def __init__(self, file: IO[bytes], progress: Progress) -> None:
-        self._file = file
-        self._progress = progress
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        self._progress(self._file.tell())
-        return len(data)
-
-
 def _bytes_of(path: Path, file: IO[bytes], progress: Progress) -> Callable[[int], bytes]:
     """A function that reads the file, unpacked."""
     start = file.read(2)
     if not start:
         raise TraceError(f"{path} is empty. Did the run end before the profiler could export its trace?")
     file.seek(0)
-    counted = io.BufferedReader(_Counted(file, progress), CHUNK)
     # GzipFile.read() of a truncated file would raise, and lose what came before.
-    return gzip.GzipFile(fileobj=counted).read1 if start == GZIP else counted.read
+    unpacked = gzip.GzipFile(fileobj=file).read1 if start == GZIP else file.read
+
+    def read_and_tell(count: int) -> bytes:
+        data = unpacked(count)
+        progress(file.tell())
+        return data
+
+    return read_and_tell
 
 
 def _document(path: Path, read: Callable[[int], bytes]) -> ChromeDocument:

@@ -22,16 +22,6 @@ ROW, GAP = 26, 0.5  # pixels a bar of the split; space between two groups of bar
 TALLEST = 700  # pixels: with very many ranks, bars get narrower
 LANE, LABEL = 54, 0.29  # pixels a lane of the timeline; how far above its middle its name stands, in lanes
 
-# The height of each kind, in lanes, in drawing order: a kind that may lie inside another is drawn later.
-HEIGHTS: dict[What, float] = {
-    "forward": 0.52,
-    "compute": 0.38,
-    "copy": 0.38,
-    "wait": 0.52,
-    "pack": 0.38,
-    "unpack": 0.38,
-    "collective": 0.52,
-}
 PATTERNS: dict[What, str] = {"pack": "/", "unpack": "\\", "wait": "."}
 
 
@@ -102,7 +92,8 @@ def timeline_figure(timeline: Timeline, buckets: dict[int, BucketReport], length
     layout |= {"barmode": "overlay", "hovermode": "closest", "dragmode": "zoom", "uirevision": "keep the zoom"}
     layout["margin"] = layout["margin"] | {"t": 34}  # for the buttons
     layout["annotations"] = [lane_name(number, lane) for number, lane in enumerate(timeline.lanes)]
-    by_what = {what: [interval for interval in timeline.intervals if interval.what == what] for what in HEIGHTS}
+    order = colours.IN_DRAWING_ORDER
+    by_what = {what: [interval for interval in timeline.intervals if interval.what == what] for what in order}
     return {"data": [bars(what, found, buckets) for what, found in by_what.items() if found], "layout": layout}
 
 
@@ -123,7 +114,7 @@ def bars(what: What, intervals: Sequence[Interval], buckets: dict[int, BucketRep
         "base": [round(interval.start, 6) for interval in intervals],
         "x": [round(interval.end - interval.start, 6) for interval in intervals],
         "y": [interval.lane for interval in intervals],
-        "width": HEIGHTS[what],
+        "width": 0.52 if what in colours.HIGH else 0.38,  # lanes
         "opacity": 0.45 if what == "wait" else 1,
         "marker": marker,
         **(inner_text(numbers, "#ffffff") if what == "collective" else {"textposition": "none"}),

@@ -24,15 +24,6 @@ MOST_RANKS = 8  # with bars; of more, only the shortest and the longest
 MOST_BARS = 3_000  # of a timeline, about two a pixel
 ROW, LANE = 0.3, 0.52  # inches a bar of the split, and a lane of a timeline
 AROUND = 0.75  # inches for title and axis of each part
-HEIGHTS: dict[What, float] = {
-    "forward": 0.8,
-    "compute": 0.6,
-    "copy": 0.6,
-    "wait": 0.8,
-    "pack": 0.6,
-    "unpack": 0.6,
-    "collective": 0.8,
-}  # in lanes, in the order in which they are drawn
 NARROWEST_NUMBER = 0.018  # share of the axis that a bucket's number needs
 
 
@@ -125,7 +116,8 @@ def draw_splits(axes: Axes, rows: Sequence[tuple[str, Split]]) -> None:
 def draw_timeline(axes: Axes, timeline: Timeline, length: float) -> None:
     """The lanes of one step."""
     drawn = thin(timeline, MOST_BARS).timeline.intervals
-    for what, height in HEIGHTS.items():
+    for what in colours.IN_DRAWING_ORDER:
+        height = 0.8 if what in colours.HIGH else 0.6  # lanes
         for lane in range(len(timeline.lanes)):
             bars = [interval for interval in drawn if interval.what == what and interval.lane == lane]
             axes.broken_barh(
