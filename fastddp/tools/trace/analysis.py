@@ -27,19 +27,13 @@ from fastddp.tools.trace.totals import totals
 def analyse(
     recordings: Sequence[Recording], name: str, notes: Sequence[str] = (), step_range: str | None = None
 ) -> Report:
-    """The report of a run, from a recording of each rank.
-
-    Args:
-        recordings: at least one.
-        name: of the run.
-        notes: added to the report's own.
-        step_range: the name of the script's own ranges that are steps.
+    """The report of a run, from a recording of each rank; ``notes`` are added to its own.
 
     Raises:
         TraceError: two recordings are of one rank, or made by different recorders, or one lacks ``step_range``.
     """
-    numbered = number(recordings)
-    views = [view(rank, recording, step_range) for rank, recording in numbered.ranks]
+    by_rank, on_numbers = number(recordings)
+    views = [view(rank, recording, step_range) for rank, recording in by_rank]
     together = bring_together(views)
     world_sizes = {one.recording.world_size for one in views} - {None}
     world_size = max(world_sizes) if world_sizes else None  # type: ignore[type-var]
@@ -67,7 +61,7 @@ def analyse(
             idle,
             is_torch=wrapper_of(views[0].recording) == "torch DDP",
         ),
-        (*notes, *_notes(views, together, world_size), *numbered.notes),
+        (*notes, *_notes(views, together, world_size), *on_numbers),
         views[0].steps.mark,
         collectives,
         idle,
