@@ -33,14 +33,8 @@ def advise(
 ) -> tuple[str, ...]:
     """Sentences, the most profitable first; the one on idle time is last.
 
-    Args:
-        split: the run's.
-        buckets: the run's.
-        halves: by bucket, how many ms before its last gradient half of its gradients had come.
-        waiting: ms a step that a rank's collectives wait for the last rank, mean over ranks.
-        collectives: the run's.
-        idle: what idle time is spent on.
-        is_torch: torch's DDP: only the launch of a bucket is known.
+    ``halves``: by bucket, how many ms before its last gradient half of its gradients had come. ``waiting``: ms a step
+    that a rank's collectives wait for the last rank, mean over ranks. ``is_torch``: only launches of buckets are known.
     """
     on_idle = _on_idle(split, idle)
     if split.communication == 0.0:
@@ -174,26 +168,19 @@ def _on_idle(split: Split, idle: Idle | None) -> tuple[str, ...]:
     """A sentence on idle time, if there is much of it."""
     if idle is None or split.idle < IDLE * split.step:
         return ()
-    kinds = {
-        "for the next batch": (idle.data, "load with more workers, or further ahead"),
-        "for the host to launch what comes next": (
-            idle.host,
-            "larger batches, torch.compile and CUDA graphs launch less for the same work; .item() stops the host",
-        ),
-        "between the launch of what comes next and its start": (
-            idle.launched,
-            "it waits for another stream or for the driver: small kernels cost that each",
-        ),
-    }
-    if not idle.on_device:
-        kinds = {
-            "for the next batch": (idle.data, "load with more workers, or further ahead"),
-            "outside operators": (idle.host, "Python, the optimizer's bookkeeping, or a thread that had no core"),
-        }
-    spent = sorted(((time, what) for what, (time, _) in kinds.items() if time > 0), reverse=True)
-    spent += [(idle.unknown, "for what the trace does not tell")] if idle.unknown > 0 else []
-    listed = ", ".join(f"{time:.2f} ms {what}" for time, what in spent)
-    _, remedy = max(kinds.values())
+    launched = "larger batches, torch.compile and CUDA graphs launch less for the same work; .item() stops the host"
+    begun = "it waits for another stream or for the driver: small kernels cost that each"
+    outside = "Python, the optimizer's bookkeeping, or a thread that had no core"
+    kinds = [(idle.data, "for the next batch", "load with more workers, or further ahead")]
+    if idle.on_device:
+        kinds.append((idle.host, "for the host to launch what comes next", launched))
+        kinds.append((idle.launched, "between the launch of what comes next and its start", begun))
+    else:
+        kinds.append((idle.host, "outside operators", outside))
+    kinds.sort(reverse=True)
+    remedy = kinds[0][2]
+    kinds.append((idle.unknown, "for what the trace does not tell", ""))
+    listed = ", ".join(f"{time:.2f} ms {what}" for time, what, _ in kinds if time > 0)
     whose = "The device" if idle.on_device else "The CPU"
     return (f"{whose} is idle {percent(split.idle, split.step)} of a step: {listed}. Of the largest part: {remedy}.",)
 

@@ -35,11 +35,6 @@ def read(path: Path, progress: Progress = lambda count: None, step_range: str | 
 
     A file that ends too early, or is damaged, is read up to there, with a warning.
 
-    Args:
-        path: the file.
-        progress: is told how many of its bytes have been read.
-        step_range: ranges whose names begin like this mark steps, besides the known ones.
-
     Raises:
         TraceError: it is empty, no JSON, no trace of torch.profiler's, or has no events.
     """
@@ -47,27 +42,16 @@ def read(path: Path, progress: Progress = lambda count: None, step_range: str | 
         document = _document(path, _bytes_of(path, file, progress))
         reader = _Reader(step_range)
         damage = reader.read(document)
-    notes = []
-    if reader.unreadable:
-        notes.append(f"{path}: {reader.unreadable} events have no times that can be read; they are left out.")
+    why = f" ({damage})" if damage else ""
     if document.is_list and not reader.has_events:
-        raise TraceError(f"{path} is JSON, but no trace: a list without events{_in_brackets(damage)}. {_EXPECTED}")
+        raise TraceError(f"{path} is JSON, but no trace: a list without events{why}. {_EXPECTED}")
     if reader.is_empty():
         raise TraceError(
-            f"{path} holds no event that could be read{_in_brackets(damage)}. Was the profiler stopped "
+            f"{path} holds no event that could be read{why}. Was the profiler stopped "
             "before export_chrome_trace(), and did it record a step?"
         )
-    return reader.finish(path, document.header, notes, _warnings(path, damage))
-
-
-def _in_brackets(damage: str | None) -> str:
-    return f" ({damage})" if damage else ""
-
-
-def _warnings(path: Path, damage: str | None) -> tuple[str, ...]:
-    if damage is None:
-        return ()
-    return (f"{path} is damaged or was not written to its end ({damage}): only what lies before is counted.",)
+    warning = f"{path} is damaged or was not written to its end{why}: only what lies before is counted."
+    return reader.finish(path, document.header, (warning,) if damage else ())
 
 
 def _bytes_of(path: Path, file: IO[bytes], progress: Progress) -> Callable[[int], bytes]:
@@ -201,8 +185,11 @@ class _Reader:
 
     # ---------------------------------------------------------------------------------------------------------- end
 
-    def finish(self, path: Path, header: dict[str, Any], notes: list[str], warnings: tuple[str, ...]) -> Recording:
+    def finish(self, path: Path, header: dict[str, Any], warnings: tuple[str, ...]) -> Recording:
         self._match_runs_to_launches()
+        notes = []
+        if self.unreadable:
+            notes.append(f"{path}: {self.unreadable} events have no times that can be read; they are left out.")
         if self.has_messages:
             notes.append(MESSAGES_ARE_LONGER)
         info = header.get("distributedInfo")

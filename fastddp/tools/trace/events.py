@@ -35,11 +35,7 @@ class NoTrace(ValueError):
 
 
 class _Scanner:
-    """JSON whose values are taken one by one.
-
-    Args:
-        read: gives at most so many bytes, and none at the end.
-    """
+    """JSON whose values are taken one by one; ``read`` gives at most so many bytes, and none at the end."""
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read

@@ -37,13 +37,7 @@ class Matched:
 
 
 def match(recordings: Sequence[Recording], runs: Sequence[Runs], chosen: Sequence[Integers]) -> Matched:
-    """Match the collectives of several ranks.
-
-    Args:
-        recordings: one a rank.
-        runs: the collectives of each.
-        chosen: for each rank, indices of the steps that all ranks have, in one order.
-    """
+    """Match the collectives of ranks; ``chosen``: of each, indices of the steps that all have, in one order."""
     found = [_keyed(*of_rank) for of_rank in zip(recordings, runs, chosen, strict=True)]
     ranks_with: defaultdict[Key, list[int]] = defaultdict(list)
     for rank, keys in enumerate(found):

@@ -42,10 +42,6 @@ AGAIN = "Profile again with --cuda-graph-trace=node."
 def read(path: Path, step_range: str | None = None) -> list[Recording]:
     """A recording of each process that a GPU worked for, by process id.
 
-    Args:
-        path: the export.
-        step_range: ranges whose names begin like this mark steps, besides the known ones.
-
     Raises:
         TraceError: the file is damaged, is no export of Nsight Systems, or has nothing that a GPU did.
     """

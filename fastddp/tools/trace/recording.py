@@ -147,19 +147,7 @@ class Builder:
         sequence: int = NONE,
         about: Collective | None = None,
     ) -> None:
-        """Add an activity.
-
-        Args:
-            kind: what it is.
-            lane: of :meth:`lane`.
-            start: ms.
-            end: ms.
-            name: as recorded.
-            correlation: that of its launch.
-            size: bytes that go into a collective.
-            sequence: number of a collective in its group.
-            about: which collective it is.
-        """
+        """Add an activity; ``size``: bytes that go into a collective; ``sequence``: its number in its group."""
         if kind == "collective":
             number = self._collectives.setdefault(about or Collective(OTHER), len(self._collectives))
             self._facts[len(self._kind)] = (number, size, sequence)

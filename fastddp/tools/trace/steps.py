@@ -110,12 +110,7 @@ def find_steps(recording: Recording, clock: DeviceClock, step_range: str | None 
     """Steps by the first of these marks in a trace: ``ProfilerStep#``, ``fastddp.step``, forwards of the wrapper.
 
     The profiler's steps are the user's. By the other marks, a step lasts from one moment to the next. What lies before
-    the first moment and after the last is left out.
-
-    Args:
-        recording: one rank's.
-        clock: of its device.
-        step_range: the name of the user's own ranges that are steps; it comes before all other marks.
+    the first moment and after the last is left out. The user's own ranges come before all marks (``step_range``).
 
     Raises:
         TraceError: there is no such range.
@@ -128,19 +123,17 @@ def find_steps(recording: Recording, clock: DeviceClock, step_range: str | None 
         if (number := range_.text.removeprefix(PROFILER_STEP)).isdecimal()
     }
     if profiled:
-        return _ranged("ProfilerStep#", tuple(profiled), True, tuple(profiled.values()), clock)
-    openings = [range_.start for range_ in recording.ranges_of("step")]
-    if len(openings) >= 2:
-        return _between("fastddp.step", openings, clock)
-    forwards = [range_.start for range_ in recording.ranges_named(FORWARD)]
-    if len(forwards) >= 2:
-        note = "Steps are counted from one forward of the wrapper to the next; several in a step count each."
-        return _between("forward", forwards, clock, (note,))
+        return _ranged("ProfilerStep#", list(profiled), True, list(profiled.values()), clock)
+    note = "Steps are counted from one forward of the wrapper to the next; several in a step count each."
+    marks: tuple[tuple[StepMark, list[NamedRange], tuple[str, ...]], ...] = (
+        ("fastddp.step", recording.ranges_of("step"), ()),
+        ("forward", recording.ranges_named(FORWARD), (note,)),
+    )
+    for mark, ranges, notes in marks:
+        moments = [range_.start for range_ in ranges]
+        if len(moments) >= 2:
+            return _steps(mark, range(len(moments) - 1), False, moments[:-1], moments[1:], clock, notes)
     return _from_one(recording)
-
-
-def _between(mark: StepMark, openings: list[float], clock: DeviceClock, notes: tuple[str, ...] = ()) -> Steps:
-    return _steps(mark, range(len(openings) - 1), False, openings[:-1], openings[1:], clock, notes)
 
 
 def _own(name: str, recording: Recording, clock: DeviceClock) -> Steps:

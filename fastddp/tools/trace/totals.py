@@ -15,13 +15,7 @@ from fastddp.tools.trace.report import CollectiveReport
 
 
 def totals(views: Sequence[RankView], matched: Matched, world_size: int | None) -> tuple[CollectiveReport, ...]:
-    """A report of each kind, the most exposed first.
-
-    Args:
-        views: the ranks.
-        matched: their collectives, as found by :func:`~fastddp.tools.trace.matching.match`.
-        world_size: number of ranks of collectives whose group is not known.
-    """
+    """A report of each kind, the most exposed first; ``world_size``: of collectives whose group is not known."""
     kinds = {
         (view.runs.kinds[kind], bool(of_bucket))
         for view in views

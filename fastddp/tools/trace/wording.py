@@ -150,11 +150,6 @@ def shown_parts(splits: Iterable[Split]) -> dict[str, str]:
     return {field: name for field, name in PARTS.items() if field != "copy" or has_copies}
 
 
-def parts(split: Split) -> dict[str, float]:
-    """The times by their shown names, in order."""
-    return {name: getattr(split, field) for field, name in PARTS.items()}
-
-
 def collective_name(kind: str, of_buckets: bool) -> str:
     """``all_reduce of buckets``, ``broadcast``."""
     return f"{kind} of buckets" if of_buckets else kind
