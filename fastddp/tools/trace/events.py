@@ -128,10 +128,7 @@ def _number(text: str) -> int | float:
 
 
 class ChromeDocument:
-    """A chrome trace: an object with a list of events in it, or that list alone.
-
-    Args:
-        read: gives at most so many bytes, and none at the end.
+    """A chrome trace: an object with a list of events in it, or that list alone; ``read``: as in :class:`_Scanner`.
 
     Raises:
         Damaged: it is no JSON.
@@ -146,9 +143,9 @@ class ChromeDocument:
             return
         if not self._scanner.takes("{"):
             self._scanner.value()
-            raise NoTrace(f"it has no {EVENTS!r}")
-        if not self._reads_up_to_events():
-            raise NoTrace(f"it has no {EVENTS!r}")
+        elif self._reads_up_to_events():
+            return
+        raise NoTrace(f"it has no {EVENTS!r}")
 
     def _reads_up_to_events(self) -> bool:
         scanner = self._scanner

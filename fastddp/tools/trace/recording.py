@@ -30,8 +30,6 @@ _ON_HOST: dict[str, Kind] = {
     "gather": "launch",
     "await": "wait",
 }
-# The kind of kernels launched in these ranges.
-_LAUNCHED_IN: dict[str, Kind] = {"pack": "pack", "unpack": "unpack"}
 # In NVTX these are starts and ends, which cross the ranges that threads push and pop. They launch nothing.
 _ACROSS = frozenset({"step", "window"})
 
@@ -244,13 +242,10 @@ class Builder:
 
     def _label(self, kind: NDArray[np.int8], ranges: Integers) -> None:
         """Kernels launched in pack and unpack get that kind."""
-        kinds = np.array([KINDS.index(self._label_of(range_)) for range_ in self._ranges] or [0], dtype=np.int8)
-        compute = (kind == KINDS.index("compute")) & (ranges != NONE)
-        kind[compute] = kinds[ranges[compute]]
-
-    @staticmethod
-    def _label_of(range_: NamedRange) -> Kind:
-        return _LAUNCHED_IN.get(range_.name.what, "compute") if range_.name else "compute"
+        compute = kind == KINDS.index("compute")
+        for what in ("pack", "unpack"):
+            those = [i for i, range_ in enumerate(self._ranges) if range_.name and range_.name.what == what]
+            kind[compute & np.isin(ranges, those)] = KINDS.index(what)
 
     def _launches(self, correlations: Integers) -> tuple[Floats, Integers]:
         """When each activity was launched, and in which range."""
@@ -271,15 +266,11 @@ class Builder:
         """The innermost range of fastddp that each lane is in at each time."""
         found = np.full(len(lanes), NONE)
         for lane in np.unique(lanes):
-            own = [i for i, range_ in enumerate(self._ranges) if range_.lane == lane and _may_launch(range_.name)]
-            moments, inside = _changes([(self._ranges[i].start, self._ranges[i].end, i) for i in own])
+            own = [(i, range_) for i, range_ in enumerate(self._ranges) if range_.lane == lane]
+            moments, inside = _changes([(r.start, r.end, i) for i, r in own if r.name and r.name.what not in _ACROSS])
             here = lanes == lane
             found[here] = inside[np.searchsorted(moments, times[here], side="right")]
         return found
-
-
-def _may_launch(name: Name | None) -> bool:
-    return name is not None and name.what not in _ACROSS
 
 
 def _changes(ranges: list[tuple[float, float, int]]) -> tuple[Floats, Integers]:
