@@ -58,10 +58,10 @@ def compare(reports: Sequence[Report]) -> Comparison:
         raise ValueError(f"a comparison needs two runs, and there is {plural(len(reports), 'run')}")
     first, *others = reports
     changes = tuple(
-        Change(printable(other.name), comparing_headline(first, other), tuple(what_changed(first, other)))
+        Change(printable(other.name), _comparing_headline(first, other), tuple(_what_changed(first, other)))
         for other in others
     )
-    return Comparison(step_grid(reports), bucket_grid(reports), collective_grid(reports), changes)
+    return Comparison(_step_grid(reports), bucket_grid(reports), collective_grid(reports), changes)
 
 
 def for_screen(comparison: Comparison) -> RenderableType:
@@ -77,7 +77,7 @@ def for_screen(comparison: Comparison) -> RenderableType:
     return Group(*parts)
 
 
-def step_grid(reports: Sequence[Report]) -> Grid:
+def _step_grid(reports: Sequence[Report]) -> Grid:
     """Times of a step: a column for each run; after all but the first also difference and ratio to the first."""
     columns = [Column(""), Column(printable(reports[0].name), as_number)]
     for report in reports[1:]:
@@ -177,34 +177,33 @@ COLLECTIVE_COLUMNS: tuple[ComparedColumn, ...] = (
 )
 
 
-def comparing_headline(before: Report, after: Report) -> str:
-    """How long a step takes now."""
+def _comparing_headline(before: Report, after: Report) -> str:
     old, new = before.split.step, after.split.step
     ratio = f"{new / old:.2f} of the " if old else "not the "
     return (
         f"A step of “{printable(after.name)}” takes {ms(new)}, {ratio}{ms(old)} of “{printable(before.name)}”"
-        f"{doubt(before, after)}."
+        f"{_doubt(before, after)}."
     )
 
 
-def what_changed(before: Report, after: Report) -> Iterator[str]:
+def _what_changed(before: Report, after: Report) -> Iterator[str]:
     """Sentences, the most important first."""
     if before.split != after.split:
         total = in_words(after.split.step - before.split.step)
-        yield f"The difference of {total} consists of {addends(before, after)}."
+        yield f"The difference of {total} consists of {_addends(before, after)}."
     if before.split.communication and after.split.communication:
         yield (
             f"{percent(after.split.overlapped, after.split.communication)} of communication is hidden behind compute, "
             f"instead of {percent(before.split.overlapped, before.split.communication)}."
         )
-    if pair := most_changed(before, after):
+    if pair := _most_changed(before, after):
         then, now = pair
         exposed = f"{ms(now.exposed)} instead of {ms(then.exposed)}"
         yield f"The bucket whose exposed time changed most is {then.bucket}: {exposed}."
-    yield from circumstances(before, after)
+    yield from _circumstances(before, after)
 
 
-def doubt(before: Report, after: Report) -> str:
+def _doubt(before: Report, after: Report) -> str:
     """What to add to a difference that may be none: the middle halves of both runs' step times overlap."""
     some, others = all_steps(before.ranks), all_steps(after.ranks)
     if not some or not others:
@@ -213,7 +212,7 @@ def doubt(before: Report, after: Report) -> str:
     return "" if apart else ", which is no more than steps of one run differ"
 
 
-def addends(before: Report, after: Report) -> str:
+def _addends(before: Report, after: Report) -> str:
     """The changes of the parts, which add up to that of the step, the largest first."""
     shown = shown_parts([before.split, after.split])
     changes = [(getattr(after.split, field) - getattr(before.split, field), name) for field, name in shown.items()]
@@ -221,7 +220,7 @@ def addends(before: Report, after: Report) -> str:
     return ", ".join(f"{name} {in_words(value)}" for value, name in changes)
 
 
-def most_changed(before: Report, after: Report) -> tuple[BucketReport, BucketReport] | None:
+def _most_changed(before: Report, after: Report) -> tuple[BucketReport, BucketReport] | None:
     """The bucket, then and now, whose exposed time changed most; None if none changed."""
     now = {bucket.bucket: bucket for bucket in after.buckets}
     pairs = [(bucket, now[bucket.bucket]) for bucket in before.buckets if bucket.bucket in now]
@@ -229,8 +228,7 @@ def most_changed(before: Report, after: Report) -> tuple[BucketReport, BucketRep
     return max(changed, key=lambda pair: abs(pair[1].exposed - pair[0].exposed), default=None)
 
 
-def circumstances(before: Report, after: Report) -> Iterator[str]:
-    """What else differs, and what that means for the comparison."""
+def _circumstances(before: Report, after: Report) -> Iterator[str]:
     for report in (before, after):
         if report.warnings:
             yield f"“{printable(report.name)}” is incomplete: not all of its traces could be read."
@@ -249,7 +247,7 @@ def circumstances(before: Report, after: Report) -> Iterator[str]:
     if sizes[0] != sizes[1]:
         now, then = ("an unknown number of ranks" if n is None else plural(n, "rank") for n in sizes)
         yield f"It has {now} instead of {then}."
-    old, new = contents(before), contents(after)
+    old, new = _contents(before), _contents(after)
     if old != new:
         yield f"It has {new}, instead of {old}."
 
@@ -263,8 +261,7 @@ STEPS: dict[StepMark, str] = {
 }
 
 
-def contents(report: Report) -> str:
-    """How many buckets there are, and what travels."""
+def _contents(report: Report) -> str:
     sizes = [bucket.bytes for bucket in report.buckets if bucket.bytes is not None]
     wires = sorted({bucket.wire for bucket in report.buckets if bucket.wire is not None})
     what = plural(len(report.buckets), "bucket")

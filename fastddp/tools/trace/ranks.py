@@ -85,9 +85,13 @@ def bring_together(views: list[RankView]) -> Together:
         return np.stack([_widened(getattr(other.times, field)[own], buckets, unknown) for other, own in pairs])
 
     begin = np.stack([other.steps.start[own] for other, own in zip(views, chosen, strict=True)])
+    start, end, ready, half = (stacked(field) + aligned[:, None] for field in ("start", "end", "ready", "half"))
     return Together(
         begin + aligned,
-        *(stacked(field) + aligned[:, None] for field in ("start", "end", "ready", "half")),
+        start,
+        end,
+        ready,
+        half,
         stacked("exposed", 0.0),
         stacked("last_parameter", None),
         collectives,
