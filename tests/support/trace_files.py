@@ -37,6 +37,9 @@ def gradient(parameter: str, index: int) -> str:
     return f"fastddp.gradient parameter={parameter} bucket={index}"
 
 
+Times = tuple[float | None, float, float]  # of the launch, if it was recorded, and of what it launched
+
+
 class Trace(ABC):
     suffix: str
 
@@ -46,9 +49,7 @@ class Trace(ABC):
     @abstractmethod
     def range(self, start: float, end: float, name: str, thread: int = HOST) -> Self: ...
     @abstractmethod
-    def on_device(
-        self, kind: str, time: float | None, start: float, end: float, name: str, stream: int, thread: int = HOST
-    ) -> Self: ...
+    def on_device(self, kind: str, times: Times, name: str, stream: int, thread: int = HOST) -> Self: ...
     @abstractmethod
     def write(self, path: Path) -> Path: ...
 
@@ -66,11 +67,11 @@ class Trace(ABC):
     def launch(
         self, time: float | None, start: float, end: float, name: str = "gemm", stream: int = STREAM, thread: int = HOST
     ) -> Self:
-        """A kernel, and the host's call that launches it; None: it was launched before recording began."""
-        return self.on_device("KERNEL", time, start, end, name, stream, thread)
+        """A kernel, and the host's call that launches it; None: that was before recording began."""
+        return self.on_device("KERNEL", (time, start, end), name, stream, thread)
 
     def copy(self, time: float, start: float, end: float, stream: int = STREAM) -> Self:
-        return self.on_device("MEMCPY", time, start, end, "Memcpy HtoD", stream)
+        return self.on_device("MEMCPY", (time, start, end), "Memcpy HtoD", stream)
 
     def nccl(
         self, time: float, start: float, end: float, index: int | None = None, of: int = 1, name: str = NCCL
@@ -114,10 +115,8 @@ class ChromeTrace(Trace):
         self.operator(launch, launch + 0.125, f"c10d::{name.replace('_', '')}_", LAUNCHER)
         return self.range(start, end, f"gloo:{name}", GLOO)
 
-    def on_device(
-        self, kind: str, time: float | None, start: float, end: float, name: str, stream: int, thread: int = HOST
-    ) -> Self:
-        self._launched += 1
+    def on_device(self, kind: str, times: Times, name: str, stream: int, thread: int = HOST) -> Self:
+        self._launched, (time, start, end) = self._launched + 1, times
         if time is not None:
             self.event("cuda_runtime", "cudaLaunchKernel", time, time, thread, correlation=self._launched)
         category = {"KERNEL": "kernel", "MEMCPY": "gpu_memcpy"}[kind]
@@ -183,10 +182,8 @@ class NsightExport(Trace):
         text = {"text": name} if self._without == "textId" else {"textId": self._string(name)}
         return self.row("NVTX_EVENTS", **times, **text, eventType=kind, globalTid=self.thread(thread), domainId=1)
 
-    def on_device(
-        self, kind: str, time: float | None, start: float, end: float, name: str, stream: int, thread: int = HOST
-    ) -> Self:
-        self._launched += 1
+    def on_device(self, kind: str, times: Times, name: str, stream: int, thread: int = HOST) -> Self:
+        self._launched, (time, start, end) = self._launched + 1, times
         known = {"correlationId": self._launched, "globalTid": self.thread(thread)}
         if time is not None:
             self.row("CUPTI_ACTIVITY_KIND_RUNTIME", start=_ns(time), end=_ns(time), **known)
@@ -196,7 +193,7 @@ class NsightExport(Trace):
 
     def graph(self, time: float, start: float, end: float) -> Self:
         """It was recorded as a whole."""
-        return self.on_device("GRAPH_TRACE", time, start, end, "", STREAM)
+        return self.on_device("GRAPH_TRACE", (time, start, end), "", STREAM)
 
     def write(self, path: Path) -> Path:
         strings = [{"id": number, "value": text} for text, number in self._strings.items()]

@@ -203,12 +203,10 @@ def test_a_table_has_all_collectives_by_kind(tmp_path: Path) -> None:
     ("name", "operation", "wire"),
     [
         (NCCL, "all_reduce", "float32"),
-        ("ncclDevKernel_AllReduce_Sum_bf16_TREE_LL(ncclDevKernelArgsStorage<4096ul>)", "all_reduce", "bfloat16"),
         ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all_reduce", "float32"),
         ("void ncclKernel_ReduceScatter_RING_LL_Sum_half(ncclWorkElem)", "reduce_scatter", "float16"),
         ("ncclSymkDevKernel_AllReduce_RSxLD_AGxST_sum_f32", "all_reduce", "float32"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send/recv", None),
-        ("ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)", "other", None),
         ("ncclKernel_Generic", "other", None),
         ("mscclKernel_Sum_hip_bfloat16_Simple_false(ncclDevComm*, mscclAlgo*, mscclWork*)", "other", "bfloat16"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from fastddp.tools.commands import app
 from fastddp.tools.trace import files
 from fastddp.tools.trace.buckets import SEVERAL, SHARED
 from fastddp.tools.trace.ranks import RankView, bring_together, view
-from fastddp.tools.trace.recording import KINDS, Builder, TraceError
+from fastddp.tools.trace.recording import KINDS, TraceError
 from trace_files import (
     BOTH_RECORDERS,
     FORWARD,
@@ -354,46 +355,34 @@ def test_kernels_of_pack_and_unpack_are_drawn_as_that(tmp_path: Path, recorder: 
 # ------------------------------------------------------------------------------------- against counting milliseconds
 
 LENGTH = 40
-spans = st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(sorted)
-operators = st.lists(spans, max_size=8)
-travelling = st.lists(st.tuples(st.integers(-1, 2), spans), max_size=6)
-boundaries = st.sets(st.integers(0, LENGTH), min_size=2, max_size=5).map(sorted)
+SPANS = st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(sorted)
+TRAVELS = st.tuples(st.sampled_from([None, 0, 1]), SPANS)  # of a bucket, if it is one's
 
 
-def built(computes: list, travels: list, moments: list[int]) -> RankView:
-    builder = Builder()
-    for number, (start, end) in enumerate(computes):
-        builder.add_operator(builder.lane(number, "a thread each"), start, end, "aten::mm")
-    for number, (index, (start, end)) in enumerate(travels):
-        launcher = builder.lane(("launcher", number), "launcher")
-        if index >= 0:
-            builder.add_range(launcher, start, start + 0.5, bucket("collective", index, of=3))
-        builder.add_launch(number, launcher, start)
-        builder.add("collective", builder.lane(("gloo", number), "gloo"), start, end, "gloo:all_reduce", number)
-    for moment in moments:
-        builder.add_range(builder.lane("host", "host"), moment, moment, "fastddp.step")
-    return view(0, builder.finish("synthetic", "torch.profiler"))
-
-
-def counted(computes: list, travels: list, begin: int, end: int) -> tuple[Split, list[float]]:
-    parts = {(True, False): 0, (True, True): 0, (False, True): 0, (False, False): 0}
-    exposed = [0.0, 0.0, 0.0]
-    for cell in range(begin, end):
-        computing = any(start <= cell < stop for start, stop in computes)
-        on_the_wire = {index for index, (start, stop) in travels if start <= cell < stop}
-        parts[computing, bool(on_the_wire)] += 1
-        for index in on_the_wire - {-1} if not computing else ():
-            exposed[index] += 1 / len(on_the_wire)
-    return Split(parts[True, False], parts[True, True], parts[False, True], parts[False, False]), exposed
-
-
-@given(operators, travelling, boundaries)
-def test_parts_are_those_that_counting_milliseconds_finds(computes: list, travels: list, moments: list[int]) -> None:
-    found = built(computes, travels, moments)
-    pairs = list(itertools.pairwise(moments))
-    assert len(found.splits) == len(pairs)
-    for step, (begin, end) in enumerate(pairs):
-        split, exposed = counted(computes, travels, begin, end)
-        assert found.splits[step] == pytest.approx(split)
+@given(
+    st.lists(SPANS, max_size=8),
+    st.lists(TRAVELS, max_size=6, unique_by=lambda travel: travel[1][0]),
+    st.sets(st.integers(0, LENGTH), min_size=2, max_size=5).map(sorted),
+)
+def test_parts_are_those_that_counting_milliseconds_finds(
+    tmp_path_factory: pytest.TempPathFactory, computes: list, travels: list, moments: list[int]
+) -> None:
+    trace = ChromeTrace(base_ms=0).steps(*moments)
+    for thread, span in enumerate(computes, start=100):
+        trace.operator(*span, thread=thread)
+    for index, span in travels:
+        trace.gloo(span[0], *span, index)
+    found = seen(tmp_path_factory.getbasetemp(), trace)
+    for step, (begin, end) in enumerate(itertools.pairwise(moments)):
+        parts: Counter[tuple[bool, bool]] = Counter()
+        exposed = [0.0, 0.0]
+        for cell in range(begin, end):
+            computing = any(start <= cell < stop for start, stop in computes)
+            on_the_wire = {index for index, (start, stop) in travels if start <= cell < stop}
+            parts[computing, bool(on_the_wire)] += 1
+            for index in on_the_wire - {None} if not computing else ():
+                exposed[index] += 1 / len(on_the_wire)
+        split = Split(parts[True, False], parts[True, True], parts[False, True], parts[False, False])
+        assert found.splits[step] == split
         known = found.times.exposed[step].tolist()
-        assert known + [0.0] * (3 - len(known)) == pytest.approx(exposed)
+        assert known + [0.0] * (2 - len(known)) == pytest.approx(exposed)
