@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from fastddp.tools.trace import names
-from fastddp.tools.trace.collectives import Collective, is_collective_kernel, operation_of, wire_of
+from fastddp.tools.trace.collectives import MESSAGES, Collective, is_collective_kernel, operation_of, wire_of
 from fastddp.tools.trace.events import ChromeDocument, Damaged, NoTrace
 from fastddp.tools.trace.recording import NONE, Builder, Recording, TraceError
 
-MESSAGES = ("send", "recv")
 MESSAGES_ARE_LONGER = (
     "Messages between pairs of ranks over gloo (16 bits on the wire, added up in fp32) are recorded from their launch "
     "until the host notices that they have arrived: communication looks longer than it is."
@@ -173,7 +172,8 @@ class _Reader:
         name, arguments = event["name"], event.get("args", {})
         place = (self._stream(event), start, end, name, _correlation(arguments))
         if is_collective_kernel(name):  # torch notes a collective also at the copies around it
-            size, sequence = _bytes_of_message(arguments), _sequence(arguments)
+            size, sequence = _bytes_of_message(arguments), _whole(arguments.get("Seq"))
+            sequence = NONE if sequence is None else sequence
             self._builder.add("collective", *place, size, sequence, _collective(name, arguments))
         else:
             self._builder.add("compute", *place)
@@ -299,8 +299,3 @@ def _collective(kernel: str, arguments: dict[str, Any]) -> Collective:
         _whole(arguments.get("Group size")),
         wire or wire_of(kernel),
     )
-
-
-def _sequence(arguments: dict[str, Any]) -> int:
-    found = _whole(arguments.get("Seq"))
-    return NONE if found is None else found

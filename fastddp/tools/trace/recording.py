@@ -112,8 +112,7 @@ class Builder:
     """Makes a recording from events in any order, in 60 bytes an activity."""
 
     def __init__(self) -> None:
-        self._lanes: dict[Hashable, int] = {}
-        self._lane_names: list[str] = []
+        self._lanes: dict[Hashable, tuple[int, str]] = {}  # number and name
         self._names: dict[str, int] = {}
         self._kind, self._lane, self._name = array("b"), array("i"), array("i")
         self._start, self._end = array("d"), array("d")
@@ -128,10 +127,7 @@ class Builder:
 
     def lane(self, key: Hashable, name: str) -> int:
         """The number of a thread or stream; the first name it gets stays."""
-        number = self._lanes.setdefault(key, len(self._lanes))
-        if number == len(self._lane_names):
-            self._lane_names.append(name)
-        return number
+        return self._lanes.setdefault(key, (len(self._lanes), name))[0]
 
     def add(
         self,
@@ -201,7 +197,7 @@ class Builder:
             host,
             origin_ns,
             self.on_device,
-            tuple(self._lane_names),
+            tuple(name for _, name in self._lanes.values()),
             tuple(self._names),
             tuple(self._collectives),
             self._activities(),
@@ -252,9 +248,8 @@ class Builder:
         known = np.array(self._launch_correlation, dtype=np.int64)
         times, lanes = np.array(self._launch_time), np.array(self._launch_lane, dtype=np.int64)
         order = np.argsort(known, kind="stable")
-        launched = np.full(len(correlations), np.nan)
-        ranges = np.full(len(correlations), NONE)
-        if len(known) == 0 or len(correlations) == 0:
+        launched, ranges = np.full(len(correlations), np.nan), np.full(len(correlations), NONE)
+        if len(known) == 0:
             return launched, ranges
         place = order[np.minimum(np.searchsorted(known[order], correlations), len(known) - 1)]
         found = (correlations != NONE) & (known[place] == correlations)
