@@ -138,11 +138,10 @@ def _draw_timeline(axes: Axes, timeline: Timeline, length: float) -> None:
 
 def _legend(timelines: Sequence[Timeline]) -> list[Patch]:
     found = {interval.what for timeline in timelines for interval in timeline.intervals}
-    shown: dict[What, Patch] = {
-        "forward": Patch(color=colours.FORWARD, label="forward"),
-        "compute": Patch(color=colours.COMPUTE, label="compute"),
-        "copy": Patch(color=colours.COPY, label="copy"),
-        "wait": Patch(color=colours.BUCKETS[0], alpha=0.4, label="wait"),
-        "collective": Patch(color=colours.BUCKETS[0], label="collective, pack, unpack: in the colour of their bucket"),
-    }
-    return [patch for what, patch in shown.items() if what in found]
+    labels: dict[What, str] = {what: what for what in ("forward", "compute", "copy", "wait")}
+    labels["collective"] = "collective, pack, unpack: in the colour of their bucket"
+    return [
+        Patch(color=colours.of_interval(what, 0), alpha=0.4 if what == "wait" else 1, label=label)
+        for what, label in labels.items()
+        if what in found
+    ]

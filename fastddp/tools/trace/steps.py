@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -123,7 +124,7 @@ def find_steps(recording: Recording, clock: DeviceClock, step_range: str | None 
         if (number := range_.text.removeprefix(PROFILER_STEP)).isdecimal()
     }
     if profiled:
-        return _ranged("ProfilerStep#", list(profiled), True, list(profiled.values()), clock)
+        return _steps("ProfilerStep#", list(profiled), True, _ends(profiled.values()), clock)
     note = "Steps are counted from one forward of the wrapper to the next; several in a step count each."
     marks: tuple[tuple[StepMark, list[NamedRange], tuple[str, ...]], ...] = (
         ("fastddp.step", recording.ranges_of("step"), ()),
@@ -132,7 +133,7 @@ def find_steps(recording: Recording, clock: DeviceClock, step_range: str | None 
     for mark, ranges, notes in marks:
         moments = [range_.start for range_ in ranges]
         if len(moments) >= 2:
-            return _steps(mark, range(len(moments) - 1), False, moments[:-1], moments[1:], clock, notes)
+            return _steps(mark, range(len(moments) - 1), False, list(pairwise(moments)), clock, notes)
     return _from_one(recording)
 
 
@@ -151,14 +152,11 @@ def _own(name: str, recording: Recording, clock: DeviceClock) -> Steps:
     counted = [re.findall(r"\d+", range_.text[len(name) :]) for range_ in ranges]
     numbers = [int(number) for one in counted if len(one) == 1 for number in one]
     is_numbered = len(set(numbers)) == len(ranges)
-    return _ranged("--step-range", numbers if is_numbered else range(len(ranges)), is_numbered, ranges, clock)
+    return _steps("--step-range", numbers if is_numbered else range(len(ranges)), is_numbered, _ends(ranges), clock)
 
 
-def _ranged(
-    mark: StepMark, numbers: Sequence[int], numbered: bool, ranges: Sequence[NamedRange], clock: DeviceClock
-) -> Steps:
-    starts, ends = [range_.start for range_ in ranges], [range_.end for range_ in ranges]
-    return _steps(mark, numbers, numbered, starts, ends, clock)
+def _ends(ranges: Iterable[NamedRange]) -> list[tuple[float, float]]:
+    return [(range_.start, range_.end) for range_ in ranges]
 
 
 REMEDIES = {
@@ -187,11 +185,10 @@ def _steps(
     mark: StepMark,
     numbers: Sequence[int],
     numbered: bool,
-    starts: Sequence[float],
-    ends: Sequence[float],
+    on_host: Sequence[tuple[float, float]],
     clock: DeviceClock,
     notes: tuple[str, ...] = (),
 ) -> Steps:
-    begin = np.array([clock.begins(moment) for moment in starts], dtype=float)
-    end = np.array([clock.begins(moment) for moment in ends], dtype=float)
-    return Steps(mark, tuple(numbers), numbered, np.array(starts), np.array(ends), begin, end, notes)
+    host_start, host_end = np.array(on_host, dtype=float).T
+    start, end = np.array([[clock.begins(moment) for moment in step] for step in on_host], dtype=float).T
+    return Steps(mark, tuple(numbers), numbered, host_start, host_end, start, end, notes)
