@@ -17,6 +17,7 @@ from fastddp.times.split import Split
 from fastddp.tools.commands import app
 from fastddp.tools.trace.as_json import NotAReport, read_json, write_json
 from fastddp.tools.trace.files import Run, find_inputs
+from fastddp.tools.trace.reading import read_reports
 from trace_files import small
 from trace_recording import DATA
 
@@ -35,12 +36,11 @@ def run(*arguments: object, width: int = 200, code: int = 0) -> str:
 
 
 def test_files_and_their_folder_are_the_same_run_and_folders_are_compared(tmp_path: Path) -> None:
-    output = run(RECORDED, "--output", tmp_path / "folder", width=80)
+    output = run(RECORDED, width=80)
     for word in (HEADLINE, "compute", "overlapped", "exposed", "idle", "bucket", "ready", "delay", "256.0 KiB"):
         assert word in output
     assert "…" not in output
-    run(*sorted(RECORDED.glob("*.json.gz")), "--output", tmp_path / "files")
-    (folder,), (named,) = (read_json(tmp_path / name) for name in ("folder.json", "files.json"))
+    (folder,), (named,) = (read_reports(paths) for paths in ([RECORDED], sorted(RECORDED.glob("*.json.gz"))))
     assert (folder.name, named.name) == ("fastddp", "rank0.json.gz and 1 more")
     assert replace(folder, name="") == replace(named, name="")
     for name in ("before", "after"):

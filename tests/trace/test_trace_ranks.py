@@ -116,11 +116,6 @@ def damaged(trace: ChromeTrace) -> ChromeTrace:
     return trace
 
 
-def unnamed(trace: ChromeTrace) -> ChromeTrace:
-    del trace.header["distributedInfo"]
-    return trace
-
-
 def about(trace: ChromeTrace, kind: str, group: str, ranks: tuple[int, ...], **more: object) -> None:
     named = {"Collective_name": kind, "Process_Group_Name": group, "Process_Group_Ranks": str(list(ranks))}
     trace.noting(**named, Group_size=len(ranks), In_msg_nelems=1000, dtype="Float", **more)
@@ -163,7 +158,6 @@ WAITS: dict[str, tuple[list[ChromeTrace], list[float], str]] = {
     "machines' clocks are aligned": ([rank_trace(0), rank_trace(1, late=8, **FAR)], [8, 0], ALIGNED),
     "... by what most collectives say": ([rank_trace(0), damaged(rank_trace(1, late=8, **FAR))], [8, 0], ALIGNED),
     "they began at different steps": ([rank_trace(0, steps=6), rank_trace(1, 8, steps=3, first=2)], [8, 0], "over 3"),
-    "they are not named": ([unnamed(rank_trace(0)), unnamed(rank_trace(1, late=8))], [8, 0], "which rank is which"),
     "all collectives count": ([recommender(rank) for rank in range(3)], [30, 25, 5], ""),
     "groups and numbers match them": ([in_groups(rank) for rank in range(4)], [10, 0, 40, 0], ""),
     "ranks of a group count differently": ([in_groups(rank, numbered=False) for rank in range(4)], [0, 0, 40, 0], ""),
