@@ -43,7 +43,10 @@ def advise(
         of = f"of {split.communication:.2f} ms a step, {split.exposed:.2f} ms are exposed"
         return (f"Communication is hidden: {of}. There is nothing to gain there.", *on_idle)
     worth = [bucket for bucket in buckets if bucket.exposed >= HIDDEN * split.step]
-    found = [_on_bucket(bucket, buckets, halves.get(bucket.bucket), is_torch) for bucket in worth]
+    found = [
+        _on_delay(bucket, buckets) or _on_queue(bucket, buckets) or _on_cap(bucket, halves.get(bucket.bucket), is_torch)
+        for bucket in worth
+    ]
     found += [_on_waiting(split, waiting), _on_bytes(split, buckets, waiting)]
     unknown = [bucket for bucket in worth if bucket.bucket not in halves]
     if not any(found) and unknown:
@@ -51,12 +54,6 @@ def advise(
     found.append(_on_no_bucket(split, buckets, collectives))
     ordered = sorted((advice for advice in found if advice is not None), key=lambda advice: -advice[0])
     return (*(sentence for _, sentence in ordered[:MOST]), *on_idle)
-
-
-def _on_bucket(
-    bucket: BucketReport, buckets: Sequence[BucketReport], half: float | None, is_torch: bool
-) -> Advice | None:
-    return _on_delay(bucket, buckets) or _on_queue(bucket, buckets) or _on_cap(bucket, half, is_torch)
 
 
 def _on_no_bucket(
@@ -68,16 +65,14 @@ def _on_no_bucket(
         return None
     others = sorted((one for one in collectives if not one.of_buckets), key=lambda one: -one.exposed)
     named = ", ".join(f"{one.kind} {one.exposed:.2f} ms" for one in others[:MOST_KINDS] if one.exposed > 0)
-    if others and others[0].kind == STATUS:
-        what = f"{STATUS} ends each step with a few bytes: ranks wait there for the last one"
-    elif others and others[0].kind == GATHER:
-        what = f'{GATHER} brings what a ShardedOptimizer has stepped: gather="forward" lets it overlap the next forward'
-    else:
-        what = "sparse gradients, which parameters were used, or collectives of the script's own"
-    return (
-        rest,
-        f"{rest:.2f} ms of exposed communication belong to no bucket: {f'{named} ({what})' if named else what}.",
-    )
+    known = {
+        STATUS: f"{STATUS} ends each step with a few bytes: ranks wait there for the last one",
+        GATHER: f'{GATHER} brings what a ShardedOptimizer has stepped: gather="forward" lets it overlap the next forward',
+    }
+    unknown = "sparse gradients, which parameters were used, or collectives of the script's own"
+    what = known.get(others[0].kind, unknown) if others else unknown
+    told = f"{named} ({what})" if named else what
+    return rest, f"{rest:.2f} ms of exposed communication belong to no bucket: {told}."
 
 
 def _on_unknown_arrivals(bucket: BucketReport) -> Advice:

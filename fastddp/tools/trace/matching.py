@@ -82,8 +82,5 @@ def _doubtful(found: list[dict[Key, int]]) -> set[tuple[int, Hashable, int]]:
 
 
 def _times(run: Integers, times: Sequence[Floats]) -> Floats:
-    """Of each matched run."""
-    rows = [
-        np.where(own == NONE, np.nan, np.append(of_rank, np.nan)[own]) for own, of_rank in zip(run, times, strict=True)
-    ]
-    return np.stack(rows)
+    """Of each matched run; the NaN is for NONE."""
+    return np.stack([np.append(of_rank, np.nan)[own] for own, of_rank in zip(run, times, strict=True)])
