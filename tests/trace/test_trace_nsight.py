@@ -67,11 +67,11 @@ def test_without_ranges_and_launches_there_is_still_a_split(tmp_path: Path) -> N
 
 
 def test_windows_across_ranges_take_no_collective_from_its_bucket(tmp_path: Path) -> None:
-    """They begin in the first gradient and end after the last."""
+    """They begin where the first collective is launched, and end after the last gradient."""
     trace, buckets = NsightExport(), 5
     for t in (0.0, 100.0, 200.0):
         trace.range(t, t + 100, "fastddp.step").launch(t + 1, t + 1, t + 90, thread=BACKWARD)
-        trace.range(t + 6, t + 6 + 5 * buckets, "fastddp.window", BACKWARD)
+        trace.range(t + 6.25, t + 6 + 5 * buckets, "fastddp.window", BACKWARD)
         for index in range(buckets):
             begin = t + 5 + 5 * index
             trace.range(begin, begin + 3, gradient(f"layer{index}.weight", index), BACKWARD)

@@ -365,10 +365,10 @@ def test_parts_are_those_that_counting_milliseconds_finds(
     tmp_path_factory: pytest.TempPathFactory, computes: list, travels: list, moments: list[int]
 ) -> None:
     trace = ChromeTrace(base_ms=0).steps(*moments)
-    for thread, span in enumerate(computes, start=100):
-        trace.operator(*span, thread=thread)
-    for index, span in travels:
-        trace.gloo(span[0], *span, index)
+    for thread, (start, stop) in enumerate(computes, start=100):
+        trace.operator(start, stop, thread=thread)
+    for index, (start, stop) in travels:
+        trace.gloo(start, start, stop, index)
     found = seen(tmp_path_factory.getbasetemp(), trace)
     for step, (begin, end) in enumerate(itertools.pairwise(moments)):
         parts: Counter[tuple[bool, bool]] = Counter()

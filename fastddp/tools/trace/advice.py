@@ -65,12 +65,10 @@ def _on_no_bucket(
         return None
     others = sorted((one for one in collectives if not one.of_buckets), key=lambda one: -one.exposed)
     named = ", ".join(f"{one.kind} {one.exposed:.2f} ms" for one in others[:MOST_KINDS] if one.exposed > 0)
-    known = {
-        STATUS: f"{STATUS} ends each step with a few bytes: ranks wait there for the last one",
-        GATHER: f'{GATHER} brings what a ShardedOptimizer has stepped: gather="forward" lets it overlap the next forward',
-    }
+    status = f"{STATUS} ends each step with a few bytes: ranks wait there for the last one"
+    gather = f'{GATHER} brings what a ShardedOptimizer has stepped: gather="forward" lets it overlap the next forward'
     unknown = "sparse gradients, which parameters were used, or collectives of the script's own"
-    what = known.get(others[0].kind, unknown) if others else unknown
+    what = {STATUS: status, GATHER: gather}.get(others[0].kind, unknown) if others else unknown
     told = f"{named} ({what})" if named else what
     return rest, f"{rest:.2f} ms of exposed communication belong to no bucket: {told}."
 
