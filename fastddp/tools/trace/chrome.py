@@ -44,7 +44,7 @@ def read(path: Path, progress: Progress = lambda count: None, step_range: str | 
     why = f" ({damage})" if damage else ""
     if document.is_list and not reader.has_events:
         raise TraceError(f"{path} is JSON, but no trace: a list without events{why}. {_EXPECTED}")
-    if reader.is_empty():
+    if reader.builder.is_empty():
         raise TraceError(
             f"{path} holds no event that could be read{why}. Was the profiler stopped "
             "before export_chrome_trace(), and did it record a step?"
@@ -87,7 +87,7 @@ _EXPECTED = (
 
 class _Reader:
     def __init__(self, step_range: str | None) -> None:
-        self._builder = Builder()
+        self.builder = Builder()
         self._marks = names.marks(step_range)
         self._origin: float | None = None  # µs
         self._launches: list[tuple[float, int, str]] = []  # collectives of a host: start, lane, operation
@@ -104,9 +104,6 @@ class _Reader:
         except Damaged as error:
             return str(error)
         return None
-
-    def is_empty(self) -> bool:
-        return self._builder.is_empty()
 
     def _take(self, event: Any) -> None:
         if not isinstance(event, dict) or "ph" not in event:
@@ -133,14 +130,14 @@ class _Reader:
     # ----------------------------------------------------------------------------------------------------- the host
 
     def _thread(self, event: dict[str, Any]) -> int:
-        return self._builder.lane((event["pid"], event["tid"]), f"thread {event['tid']}")
+        return self.builder.lane((event["pid"], event["tid"]), f"thread {event['tid']}")
 
     def _operator(self, event: dict[str, Any], start: float, end: float) -> None:
         name, lane = event["name"], self._thread(event)
         if not name.startswith("c10d::"):
-            self._builder.add_operator(lane, start, end, name)
+            self.builder.add_operator(lane, start, end, name)
             return
-        self._builder.add("launch", lane, start, end, name)
+        self.builder.add("launch", lane, start, end, name)
         self._launches.append((start, lane, _operation(name)))
 
     def _annotation(self, event: dict[str, Any], start: float, end: float) -> None:
@@ -148,7 +145,7 @@ class _Reader:
         if name.startswith("gloo:"):
             self._runs.append((start, end, lane, name))
         elif name.startswith(self._marks):
-            self._builder.add_range(lane, start, end, name)
+            self.builder.add_range(lane, start, end, name)
 
     def _host_range(self, event: dict[str, Any], start: float, end: float) -> None:
         """An operator or annotation; the category does not tell which."""
@@ -158,30 +155,30 @@ class _Reader:
     def _host_call(self, event: dict[str, Any], start: float, end: float) -> None:
         arguments = event.get("args", {})
         if arguments.get("correlation") is not None:
-            self._builder.add_launch(_correlation(arguments), self._thread(event), start)
+            self.builder.add_launch(_correlation(arguments), self._thread(event), start)
 
     # --------------------------------------------------------------------------------------------------- the device
 
     def _stream(self, event: dict[str, Any]) -> int:
         arguments = event.get("args", {})
         device, stream = arguments.get("device", event.get("pid")), arguments.get("stream", event.get("tid"))
-        return self._builder.lane(("device", device, stream), f"device {device} stream {stream}")
+        return self.builder.lane(("device", device, stream), f"device {device} stream {stream}")
 
     def _kernel(self, event: dict[str, Any], start: float, end: float) -> None:
-        self._builder.on_device = True
+        self.builder.on_device = True
         name, arguments = event["name"], event.get("args", {})
         place = (self._stream(event), start, end, name, _correlation(arguments))
         if is_collective_kernel(name):  # torch notes a collective also at the copies around it
             size, sequence = _bytes_of_message(arguments), _whole(arguments.get("Seq"))
             sequence = NONE if sequence is None else sequence
-            self._builder.add("collective", *place, size, sequence, _collective(name, arguments))
+            self.builder.add("collective", *place, size, sequence, _collective(name, arguments))
         else:
-            self._builder.add("compute", *place)
+            self.builder.add("compute", *place)
 
     def _copy(self, event: dict[str, Any], start: float, end: float) -> None:
-        self._builder.on_device = True
+        self.builder.on_device = True
         correlation = _correlation(event.get("args", {}))
-        self._builder.add("copy", self._stream(event), start, end, event["name"], correlation)
+        self.builder.add("copy", self._stream(event), start, end, event["name"], correlation)
 
     # ---------------------------------------------------------------------------------------------------------- end
 
@@ -196,7 +193,7 @@ class _Reader:
         info = info if isinstance(info, dict) else {}
         host = header.get("host_name")
         base = _whole(header.get(BASE))
-        return self._builder.finish(
+        return self.builder.finish(
             str(path),
             "torch.profiler",
             _whole(info.get("rank")),
@@ -219,17 +216,17 @@ class _Reader:
             if not is_run:
                 start, lane, operation = self._launches[number]
                 correlation = NONE - 1 - number  # a device's are positive
-                self._builder.add_launch(correlation, lane, start)
+                self.builder.add_launch(correlation, lane, start)
                 waiting[operation].append(correlation)
                 continue
             start, end, lane, name = self._runs[number]
             if _operation(name) in MESSAGES:
                 # No thread runs it. It is recorded on its launching thread, until that notices its end.
                 self.has_messages = True
-                lane = self._builder.lane(("messages", lane), "messages between ranks")
+                lane = self.builder.lane(("messages", lane), "messages between ranks")
             queue = waiting[_operation(name)]
             correlation = queue.popleft() if queue else NONE
-            self._builder.add("collective", lane, start, end, name, correlation, about=Collective(operation_of(name)))
+            self.builder.add("collective", lane, start, end, name, correlation, about=Collective(operation_of(name)))
 
 
 _HANDLERS: dict[str, Callable[[_Reader, dict[str, Any], float, float], None]] = {

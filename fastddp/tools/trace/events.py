@@ -71,9 +71,7 @@ class _Scanner:
     def unexpected(self, wanted: str) -> Damaged:
         """The error if something else stands here."""
         found = self.peek()
-        if found:
-            return Damaged(f"{found!r} stands where {wanted} is expected")
-        return Damaged(self._why("it ends too early"))
+        return Damaged(f"{found!r} stands where {wanted} is expected" if found else self._why("it ends too early"))
 
     def value(self) -> Any:
         """The value that begins here."""

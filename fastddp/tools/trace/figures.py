@@ -22,6 +22,7 @@ ROW, GAP = 26, 0.5  # pixels a bar of the split; space between two groups of bar
 TALLEST = 700  # pixels: with very many ranks, bars get narrower
 LANE, LABEL = 54, 0.29  # pixels a lane of the timeline; how far above its middle its name stands, in lanes
 
+BAR = {"type": "bar", "orientation": "h", "hovertemplate": "%{hovertext}<extra></extra>"}
 PATTERNS: dict[What, str] = {"pack": "/", "unpack": "\\", "wait": "."}
 
 
@@ -44,8 +45,7 @@ def split_figure(reports: Sequence[Report]) -> Figure:
 def _split_bar(field: str, name: str, positions: list[float], labels: list[str], splits: list[Split]) -> dict[str, Any]:
     times = [getattr(split, field) for split in splits]
     return {
-        "type": "bar",
-        "orientation": "h",
+        **BAR,
         "name": name,
         "x": times,
         "y": positions,
@@ -53,7 +53,6 @@ def _split_bar(field: str, name: str, positions: list[float], labels: list[str],
         "marker": {"color": colours.SPLIT[field], "line": {"width": 0}},
         **_inner_text([f"{time:,.1f}" for time in times], "#222222" if field == "idle" else "#ffffff"),
         "hovertext": [_hover_of_part(*one) for one in zip(labels, itertools.repeat(name), times, splits, strict=False)],
-        "hovertemplate": "%{hovertext}<extra></extra>",
     }
 
 
@@ -104,8 +103,7 @@ def _bars(what: What, intervals: Sequence[Interval], buckets: dict[int, BucketRe
         marker["pattern"]["fgcolor"] = "#ffffff"
     numbers = ["" if interval.bucket is None else str(interval.bucket) for interval in intervals]
     return {
-        "type": "bar",
-        "orientation": "h",
+        **BAR,
         "name": what,
         "base": [round(interval.start, 6) for interval in intervals],
         "x": [round(interval.end - interval.start, 6) for interval in intervals],
@@ -115,7 +113,6 @@ def _bars(what: What, intervals: Sequence[Interval], buckets: dict[int, BucketRe
         "marker": marker,
         **(_inner_text(numbers, "#ffffff") if what == "collective" else {"textposition": "none"}),
         "hovertext": [_hover_of_interval(interval, buckets) for interval in intervals],
-        "hovertemplate": "%{hovertext}<extra></extra>",
     }
 
 
