@@ -245,7 +245,7 @@ try:
     said = (len(report.ranks[0].step_ms), *astuple(report.split), *report.warnings)
 except chrome.TraceError as error:
     said = error
-print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), said, sep="\n")
+print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), said, sep="\\n")
 """
 
 
