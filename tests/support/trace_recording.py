@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,28 +18,20 @@ DATA = TESTS / "data"
 STEPS = 4
 
 
-def record(
-    rank: int,
-    folder: Path,
-    wrapper: Literal["fastddp", "torch"],
-    hook: str = "none",
-    suffix: str = ".json",
-    gather: Any = None,
-) -> Path:
+def record(rank: int, folder: Path, how: str = "none") -> Path:
     """Three layers of 256 KiB, a bucket each; recorded after buckets have been rebuilt. Returns the file.
 
-    ``gather``: of a sharded optimizer.
+    ``how``: fastddp's hook; "sharded": its sharded optimizer, which gathers in its step; "torch": torch's DDP.
     """
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(3)])
-    kind = fastddp.DistributedDataParallel if wrapper == "fastddp" else DistributedDataParallel
+    kind = DistributedDataParallel if how == "torch" else fastddp.DistributedDataParallel
     model = kind(layers, bucket_cap_mb=0.2)
-    register(model, hook)
-    optimizer = (
-        torch.optim.SGD(model.parameters(), 0.01)
-        if gather is None
-        else fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.01, gather=gather)
-    )
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.01)
+    if how == "sharded":
+        optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.01, gather="step")
+    elif how != "torch":
+        register(model, how)
 
     def step() -> None:
         model(torch.ones(256, 256)).square().mean().backward()
@@ -51,7 +43,7 @@ def record(
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(STEPS + 1):  # the last has no end in the trace
             step()
-    path = folder / f"rank{rank}{suffix}"
+    path = folder / f"rank{rank}.json.gz"
     profile.export_chrome_trace(str(path))
     return path
 
@@ -61,5 +53,5 @@ if __name__ == "__main__":
 
     pool = RankPool()
     (DATA / "fastddp").mkdir(parents=True, exist_ok=True)
-    pool.run(record_by_name, 2, DATA / "fastddp", "fastddp", suffix=".json.gz")
+    pool.run(record_by_name, 2, DATA / "fastddp")
     pool.stop()

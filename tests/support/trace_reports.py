@@ -48,21 +48,15 @@ def of_torch(name: str = "before") -> Report:
 
 def empty() -> Report:
     lists = dict.fromkeys(("ranks", "buckets", "timelines", "stragglers", "advice", "notes"), ())
-    none = {"wrapper": "unknown", "world_size": None, "split": Split(0, 0, 0, 0), "step_mark": "nothing", **lists}
-    return replace(report("empty"), **none)  # type: ignore[arg-type]
+    none = {"wrapper": "unknown", "world_size": None, "split": mean([Split(0, 0, 0, 0)]), "step_mark": "nothing"}
+    return replace(report("empty"), **lists, **none)  # type: ignore[arg-type]
 
 
 def evil() -> Report:
     """Everything that can come from a file or an argument is hostile."""
     run = report(EVIL, buckets=2, parameter=EVIL)
-    timelines = tuple(
-        replace(
-            timeline,
-            lanes=tuple(f"{EVIL}{lane}" for lane in timeline.lanes),
-            intervals=tuple(replace(interval, name=EVIL) for interval in timeline.intervals),
-        )
-        for timeline in run.timelines
-    )
+    drawn = [tuple(replace(interval, name=EVIL) for interval in timeline.intervals) for timeline in run.timelines]
+    timelines = tuple(Timeline(rank, 12, (EVIL,) * 3, intervals, 100.0) for rank, intervals in enumerate(drawn))
     ranks = tuple(replace(rank, source=EVIL) for rank in run.ranks)
     buckets = tuple(replace(bucket, wire=EVIL) for bucket in run.buckets)
     words = {"stragglers": (EVIL,), "advice": (EVIL, EVIL), "notes": (EVIL,)}
@@ -70,9 +64,7 @@ def evil() -> Report:
 
 
 def with_many_ranks(ranks: int, *timelines: Timeline) -> Report:
-    one = report(ranks=1, buckets=1)
-    of_ranks = tuple(replace(one.ranks[0], rank=rank) for rank in range(ranks))
-    return replace(one, world_size=ranks, ranks=of_ranks, timelines=timelines)
+    return replace(report(ranks=ranks, buckets=1), timelines=timelines)
 
 
 def with_many_intervals(count: int, rank: int = 0) -> Timeline:
@@ -106,22 +98,9 @@ def mebibytes(bucket: int) -> float:
 
 
 def bucket_report(bucket: int, timeline: Timeline, parameter: str) -> BucketReport:
-    (collective,) = (i for i in timeline.intervals if i.what == "collective" and i.bucket == bucket)
-    (pack,) = (i for i in timeline.intervals if i.what == "pack" and i.bucket == bucket)
+    pack, collective = (i for i in timeline.intervals if i.what in ("pack", "collective") and i.bucket == bucket)
     duration, count = collective.end - collective.start, round(mebibytes(bucket) * 2**20)
-    return BucketReport(
-        bucket=bucket,
-        first=parameter.format(2 * bucket),
-        last=parameter.format(2 * bucket + 1),
-        bytes=count,
-        wire="float32",
-        ready=pack.start,
-        delay=collective.start - pack.start,
-        start=collective.start,
-        duration=duration,
-        bus_gb_per_s=count / duration / 1e6,
-        exposed=0.5 * bucket,
-        last_rank=bucket % 2,
-        last_parameter=parameter.format(2 * bucket),
-        mean_exposed=0.5 * bucket,
-    )
+    first, last, exposed = parameter.format(2 * bucket), parameter.format(2 * bucket + 1), 0.5 * bucket
+    times = pack.start, collective.start - pack.start, collective.start, duration
+    speed = count / duration / 1e6
+    return BucketReport(bucket, first, last, count, "float32", *times, speed, exposed, bucket % 2, first, exposed)

@@ -1,19 +1,23 @@
-"""Ranks of a run: which recording is whose, how their clocks go, what of their collectives, and who waits for whom."""
+"""Ranks of a run: which is which, how their clocks go, who waits for whom; and what would make a step shorter."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from fastddp.times.split import Split
+from fastddp.tools.trace.advice import advise
 from fastddp.tools.trace.collectives import bus_bytes, is_collective_kernel, operation_of, wire_of
 from fastddp.tools.trace.grids import collective_grid
+from fastddp.tools.trace.names import GATHER, STATUS
 from fastddp.tools.trace.reading import read_reports
-from fastddp.tools.trace.recording import TraceError
+from fastddp.tools.trace.report import BucketReport, Idle
 from fastddp.tools.trace.stragglers import describe_stragglers
 from fastddp.tools.trace.wording import headline
-from trace_files import NCCL, ChromeTrace, NsightExport, Trace, bucket, gradient, report
+from trace_files import FORWARD, LAUNCHER, NCCL, ChromeTrace, NsightExport, Trace, bucket, gradient, report
 
 
 def rank_trace(
@@ -58,17 +62,6 @@ def test_a_bucket_travels_from_its_first_collective_to_the_end_of_all_in_the_med
     assert only.delay == 0  # it starts before it is known to be ready, which is not early
     assert "its first half would start 21.00 ms earlier" in found.advice[0]  # from 4, the middle gradient, to 25
     assert found.timelines[0].length == pytest.approx(110)
-
-
-def test_what_a_bucket_exposes_is_said_of_the_worst_rank_and_in_the_headline_on_the_mean(tmp_path: Path) -> None:
-    busy = rank_trace(1)
-    for step in range(5):
-        busy.operator(100.0 * step, 100.0 * step + 95, thread=4)
-    found = report(tmp_path, rank_trace(0), busy)
-    assert found.buckets[1].exposed == pytest.approx(39)
-    assert [one.mean_exposed for one in found.buckets] == pytest.approx([0, 19.5])
-    assert found.split.exposed == pytest.approx(19.5)
-    assert headline(found).endswith("bucket 1: 19.5 ms.")
 
 
 def test_the_timeline_is_that_of_the_median_step_from_its_start(tmp_path: Path) -> None:
@@ -123,11 +116,6 @@ def damaged(trace: ChromeTrace) -> ChromeTrace:
     return trace
 
 
-def unnamed(trace: ChromeTrace) -> ChromeTrace:
-    del trace.header["distributedInfo"]
-    return trace
-
-
 def about(trace: ChromeTrace, kind: str, group: str, ranks: tuple[int, ...], **more: object) -> None:
     named = {"Collective_name": kind, "Process_Group_Name": group, "Process_Group_Ranks": str(list(ranks))}
     trace.noting(**named, Group_size=len(ranks), In_msg_nelems=1000, dtype="Float", **more)
@@ -170,7 +158,6 @@ WAITS: dict[str, tuple[list[ChromeTrace], list[float], str]] = {
     "machines' clocks are aligned": ([rank_trace(0), rank_trace(1, late=8, **FAR)], [8, 0], ALIGNED),
     "... by what most collectives say": ([rank_trace(0), damaged(rank_trace(1, late=8, **FAR))], [8, 0], ALIGNED),
     "they began at different steps": ([rank_trace(0, steps=6), rank_trace(1, 8, steps=3, first=2)], [8, 0], "over 3"),
-    "they are not named": ([unnamed(rank_trace(0)), unnamed(rank_trace(1, late=8))], [8, 0], "which rank is which"),
     "all collectives count": ([recommender(rank) for rank in range(3)], [30, 25, 5], ""),
     "groups and numbers match them": ([in_groups(rank) for rank in range(4)], [10, 0, 40, 0], ""),
     "ranks of a group count differently": ([in_groups(rank, numbered=False) for rank in range(4)], [0, 0, 40, 0], ""),
@@ -210,12 +197,10 @@ def test_a_table_has_all_collectives_by_kind(tmp_path: Path) -> None:
     ("name", "operation", "wire"),
     [
         (NCCL, "all_reduce", "float32"),
-        ("ncclDevKernel_AllReduce_Sum_bf16_TREE_LL(ncclDevKernelArgsStorage<4096ul>)", "all_reduce", "bfloat16"),
         ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all_reduce", "float32"),
         ("void ncclKernel_ReduceScatter_RING_LL_Sum_half(ncclWorkElem)", "reduce_scatter", "float16"),
         ("ncclSymkDevKernel_AllReduce_RSxLD_AGxST_sum_f32", "all_reduce", "float32"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send/recv", None),
-        ("ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)", "other", None),
         ("ncclKernel_Generic", "other", None),
         ("mscclKernel_Sum_hip_bfloat16_Simple_false(ncclDevComm*, mscclAlgo*, mscclWork*)", "other", "bfloat16"),
     ],
@@ -259,7 +244,7 @@ def test_recordings_that_say_no_rank_are_of_that_which(tmp_path: Path, which: st
 
 
 def test_a_process_that_only_used_the_gpu_is_no_rank(tmp_path: Path) -> None:
-    trace = NsightExport(process=99).kernel(10, 11, 1)
+    trace = NsightExport(process=99).launch(None, 10, 11)
     for process in (100, 101):
         trace.process = process
         steps_on_a_gpu(trace)
@@ -279,6 +264,142 @@ def test_a_rank_that_recorded_fewer_buckets_takes_none_from_the_others(tmp_path:
     assert found.split.exposed == pytest.approx(30)
 
 
-def test_two_recordings_of_a_rank_are_several_runs(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"0\.json and .*1\.json are both of rank 0.*give each cycle a folder"):
-        report(tmp_path, rank_trace(0), rank_trace(0))
+def without_names(*buckets: tuple[float, float, float], name: str = NCCL, **noted: object) -> ChromeTrace:
+    """Torch's DDP. Of each bucket: the end of what was launched before it, and start and end of its kernel."""
+    trace = ChromeTrace(0, world_size=2)
+    for t in (0.0, 100.0, 200.0, 300.0):
+        trace.range(t, t + 1, FORWARD)
+        before = 0.0
+        for index, (computed, start, end) in enumerate(buckets):
+            trace.launch(t + index, t + before, t + computed)
+            trace.nccl(t + index + 0.5, t + start, t + end, name=name).noting(**noted)
+            before = computed
+    return trace
+
+
+def of_no_bucket(launched_in: str) -> ChromeTrace:
+    trace = rank_trace(0)
+    for t in (0.0, 100.0, 200.0, 300.0, 400.0):
+        trace.range(t + 89.75, t + 90.25, launched_in, LAUNCHER).gloo(t + 90, t + 90, t + 95, None)
+    return trace
+
+
+HIDDEN = rank_trace(0).operator(0, 600, thread=4)
+TORCHS = without_names((30, 30, 35), (70, 70, 90))
+FIRST_OF_TORCH = ChromeTrace(0, 2).range(0, 1, FORWARD).range(100, 101, FORWARD).gloo(40, 41, 51, None)
+TRACES: dict[str, tuple[list[ChromeTrace], str]] = {
+    "what is hidden needs none": ([HIDDEN], "hidden: of 49.00 ms a step, 0.00 ms are exposed"),
+    "a run that sends nothing": ([ChromeTrace().operator(0, 30)], "No communication was recorded"),
+    # Half of its gradients came at 30, the others at 50.
+    "a smaller cap": (
+        [rank_trace(0)],
+        '2 MiB (bucket_cap_mb; under "auto", a plan of your own: buckets=) its first half would start 20.00 ms earlier',
+    ),
+    # Under torch they come evenly since the launch before, and torch's first bucket has none before it.
+    "half the cap of torch": ([TORCHS], "half its cap (bucket_cap_mb) its first half would start 20.00 ms earlier"),
+    "torch's first bucket": ([FIRST_OF_TORCH], "Bucket 0 is exposed 10.00 ms, and the trace does not say when"),
+    "where ranks wait for one": ([rank_trace(0), rank_trace(1, late=30)], "15.00 ms are waits for the last rank"),
+    "what is exposed of no bucket": ([of_no_bucket("another's")], "belong to no bucket: all_reduce 5.00 ms (sparse"),
+    "the status of a step": ([of_no_bucket(STATUS)], "no bucket: fastddp.status 5.00 ms (fastddp.status ends each"),
+    "parameters": ([of_no_bucket(f"{GATHER} bucket=1")], "no bucket: fastddp.gather 5.00 ms (fastddp.gather brings"),
+}
+ALONE = ("what is hidden needs none", "a run that sends nothing")
+FIRST = (*ALONE, "where ranks wait for one", "half the cap of torch")
+
+
+@pytest.mark.parametrize("which", TRACES)
+def test_advice(tmp_path: Path, which: str) -> None:
+    traces, words = TRACES[which]
+    found = report(tmp_path, *traces).advice
+    places = [place for place, sentence in enumerate(found) if words in sentence]
+    assert len(places) == 1
+    assert places == [0] or which not in FIRST
+    assert len(found) == 1 or which not in ALONE
+    assert any("no bucket" in sentence for sentence in found) == ("no bucket" in words)
+
+
+@pytest.mark.parametrize(
+    ("name", "noted", "wire"),
+    [
+        (NCCL, {}, "float32"),
+        (NCCL.replace("f32", "bf16"), {}, "bfloat16"),
+        ("ncclDevKernel_Generic", {"Collective_name": "allreduce", "dtype": "Half"}, "float16"),
+    ],
+)
+def test_the_wire_is_what_a_name_says(tmp_path: Path, name: str, noted: dict[str, Any], wire: str) -> None:
+    found = report(tmp_path, without_names((5, 10, 99), name=name, **noted))
+    assert [one.wire for one in found.buckets] == [wire]
+    assert any("bf16_compress_hook" in sentence for sentence in found.advice) == (wire == "float32")
+
+
+# -------------------------------------------------------------------------------------------------------- thresholds
+
+
+def a_bucket(number: int, **values: float) -> BucketReport:
+    """Of a step of 100 ms; exposed where it is not said."""
+    of = {"ready": 80.0, "delay": 0.0, "start": 80.0, "duration": 10.0, "exposed": 10.0, **values}
+    named = {"first": "first", "last": "last", "last_rank": 0, "last_parameter": "first", "mean_exposed": of["exposed"]}
+    return BucketReport(number, bytes=4 << 20, wire="float16", bus_gb_per_s=1.0, **named, **of)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("buckets", "half", "words"),
+    [
+        # It is spoken of from two hundredths of a step on.
+        ([a_bucket(0), a_bucket(1, exposed=1.9)], 5.0, ["Bucket 0"]),
+        ([a_bucket(0), a_bucket(1, exposed=2.1)], 5.0, ["Bucket 0", "Bucket 1"]),
+        # A cap, where it gains a tenth of what is exposed.
+        ([a_bucket(0)], 1.1, ["with a cap of 2 MiB"]),
+        ([a_bucket(0)], 0.9, []),
+        # A delay, from half of what is exposed on.
+        ([a_bucket(0, delay=5.1)], 5.0, ["it was ready 5.10 ms before"]),
+        ([a_bucket(0, delay=4.9)], 5.0, ["with a cap of 2 MiB"]),
+        # It is late behind others that end in the second half of its delay.
+        ([a_bucket(0, start=50, duration=21), a_bucket(1, ready=60, delay=20)], 5.0, ["behind other", "Bucket 0"]),
+        ([a_bucket(0, start=50, duration=19), a_bucket(1, ready=60, delay=20)], 5.0, ["no other", "Bucket 0"]),
+        # It would only wait with a smaller cap if it begins as the one before it ends.
+        ([a_bucket(0, start=50, duration=29.5, exposed=1), a_bucket(1, duration=20, exposed=19)], 10.0, ["is busy"]),
+        ([a_bucket(0, start=10, duration=30, exposed=1), a_bucket(1, duration=20, exposed=19)], 10.0, ["with a cap"]),
+    ],
+)  # fmt: skip
+def test_a_bucket_gets_advice_if(buckets: list[BucketReport], half: float, words: list[str]) -> None:
+    exposed = sum(bucket.exposed for bucket in buckets)
+    split = Split(compute=100 - exposed, overlapped=0, exposed=exposed, idle=0)
+    found = advise(split, buckets, {bucket.bucket: half for bucket in buckets})
+    assert len(found) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, found, strict=True))
+
+
+# -------------------------------------------------------------------------------------------------------------- idle
+
+
+def test_idle_time_is_divided_by_what_the_device_waits_for(tmp_path: Path) -> None:
+    """Of 100 ms: 20 compute; up to 30 the batch is loaded, up to 50 nothing is launched, up to 60 it does not start."""
+    trace = ChromeTrace()
+    for t in (0.0, 100.0, 200.0, 300.0):
+        trace.steps(t).launch(t, t, t + 10).launch(t + 50, t + 60, t + 70)
+        trace.range(t + 5, t + 30, "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__")
+    found = report(tmp_path, trace)
+    assert found.split.idle == pytest.approx(80)
+    assert found.idle == Idle(on_device=True, host=pytest.approx(50), data=20, launched=10, unknown=0)
+    parts = ["idle 80 %", "50.00 ms for the host", "20.00 ms for the next batch", "10.00 ms between", "larger batches"]
+    places = [found.advice[-1].index(part) for part in parts]  # raises where one lacks
+    assert places == sorted(places)
+
+
+def test_on_the_cpu_idle_time_is_what_is_no_operator(tmp_path: Path) -> None:
+    trace = ChromeTrace()
+    for t in (0.0, 100.0, 200.0):
+        trace.steps(t).operator(t, t + 30)
+        trace.range(t + 40, t + 90, "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__")
+    found = report(tmp_path, trace)
+    assert found.idle == Idle(on_device=False, host=20, data=50, launched=0, unknown=0)
+    assert "CPU is idle 70 % of a step: 50.00 ms for the next batch, 20.00 ms outside operators" in found.advice[-1]
+
+
+def test_idle_time_of_which_no_launch_is_known_is_said_and_below_a_fifth_of_a_step_none(tmp_path: Path) -> None:
+    found = report(tmp_path, ChromeTrace().launch(None, 0, 10).launch(None, 60, 100))
+    assert found.idle == Idle(True, 0, 0, 0, pytest.approx(50))
+    assert "50.00 ms for what the trace does not tell" in found.advice[-1]
+    assert len(advise(Split(81, 0, 0, 19), [], {}, idle=found.idle)) == 1
+    assert len(advise(Split(79, 0, 0, 21), [], {}, idle=found.idle)) == 2

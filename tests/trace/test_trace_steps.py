@@ -1,21 +1,30 @@
-"""What marks steps and buckets, and what is said where a step holds more than one wrapper's."""
+"""What marks steps and buckets, what a step that holds several wrappers says, and where the time of steps goes."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
+import hypothesis.strategies as st
+import numpy as np
 import pytest
+from hypothesis import given
 from typer.testing import CliRunner
 
+from fastddp.times.split import Split
 from fastddp.tools.commands import app
 from fastddp.tools.trace import files
 from fastddp.tools.trace.buckets import SEVERAL, SHARED
 from fastddp.tools.trace.ranks import bring_together, view
-from fastddp.tools.trace.recording import TraceError
+from fastddp.tools.trace.recording import KINDS, TraceError
 from trace_files import (
     BOTH_RECORDERS,
     FORWARD,
+    GLOO,
+    LAUNCHER,
     OTHER_STREAM,
     AnyTrace,
     ChromeTrace,
@@ -80,19 +89,6 @@ def test_ranks_steps_of_one_number_belong_together_unless_they_are_marked_in_dif
     assert [rank.waits_ms for rank in found.ranks] == pytest.approx([0, 0])
     found = report(tmp_path, two_windows_a_step(0), two_windows_a_step(1).without("ProfilerStep"))
     assert any("not marked alike (ProfilerStep#, fastddp.step)" in note for note in found.notes)
-
-
-@BOTH_RECORDERS
-def test_on_a_gpu_a_step_is_what_the_host_launched_in_it(tmp_path: Path, recorder: type[Trace]) -> None:
-    trace = recorder()
-    for number in range(2):  # the host is two steps ahead
-        host, device = 10 * number, 100 * number + 100
-        trace.range(host, host + 9, f"ProfilerStep#{number}").steps(host + 1).launch(host + 2, device, device + 70)
-        trace.moment(host + 3, gradient("layer0.weight", 0)).moment(host + 3, bucket("ready", 0, of=1))
-        trace.nccl(host + 5, device + 72, device + 80, 0)
-    found = report(tmp_path, trace)
-    assert found.ranks[0].step_ms == pytest.approx((100, 70))
-    assert (found.buckets[0].ready, found.buckets[0].start) == pytest.approx((70, 72))
 
 
 def test_bucket_numbers_that_cannot_be_do_not_fill_the_memory(tmp_path: Path) -> None:
@@ -176,14 +172,9 @@ def steps(trace: AnyTrace, mark: str) -> AnyTrace:
     return trace
 
 
-MARKS = ["train", "train {}", "train_{}", "train #{}/40"]
-
-
-@pytest.mark.parametrize(
-    ("mark", "recorder"), [*itertools.product(MARKS, (ChromeTrace, NsightExport)), ("train, op_id = {1}", NsightExport)]
-)
-def test_a_range_of_the_scripts_own_is_a_step(tmp_path: Path, mark: str, recorder: type[Trace]) -> None:
-    trace = steps(recorder(), mark)
+@pytest.mark.parametrize("mark", ["train", "train {}", "train #{}/40", "train, op_id = {1}"])
+def test_a_range_of_the_scripts_own_is_a_step(tmp_path: Path, mark: str) -> None:
+    trace = steps(NsightExport() if "op_id" in mark else ChromeTrace(), mark)
     trace.range(3, 5, "train_model")  # has letters after it
     trace.range(40, 45, "train", thread=77)  # on another thread
     found = report(tmp_path, trace, step_range="train")
@@ -225,3 +216,170 @@ def test_names_that_torch_repeats_to_nvtx_count_once(tmp_path: Path, with_number
     assert [len(recording.ranges_of(what)) for what in ("step", "gradient", "ready", "collective")] == [3] * 4
     (only,) = report(tmp_path, trace).buckets
     assert (only.last_parameter, only.last, only.start) == ("layer0.weight", "layer0.weight", pytest.approx(50))
+
+
+ON_THE_CPU = {
+    "packing is compute": (
+        ChromeTrace().steps(0, 100).range(10, 30, bucket("pack", 0)),
+        Split(20, 0, 0, 80),
+    ),
+    "waiting is not, and neither is an operator that waits": (
+        ChromeTrace().steps(0, 100).operator(40, 80).range(50, 60, bucket("wait", 0)).gloo(49, 50, 60, 0)
+        .range(90, 95, bucket("wait", 1)),
+        Split(30, 0, 10, 60),
+    ),
+    "what a thread of gloo's does inside a collective is no compute": (
+        ChromeTrace().steps(0, 100).gloo(9, 10, 50, 0).operator(20, 30, "aten::copy_", thread=GLOO),
+        Split(0, 0, 40, 60),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", ON_THE_CPU)
+def test_on_the_cpu_a_step_is_split_into(tmp_path: Path, which: str) -> None:
+    trace, split = ON_THE_CPU[which]
+    assert seen(tmp_path, trace).splits == [split]
+
+
+ON_A_GPU: dict[str, tuple[Callable[[Trace], Trace], list[Split]]] = {
+    "only kernels compute, and copies are apart": (
+        lambda trace: trace.steps(0, 100).operator(0, 90).copy(1, 10, 20).launch(2, 20, 60).nccl(3, 50, 80)
+        .launch(101, 110, 120),
+        [Split(30, 10, 20, 30, copy=10)],
+    ),
+    "a copy hides no communication, and is none where something is computed": (
+        lambda trace: trace.steps(0, 100).launch(1, 10, 40).copy(2, 30, 60).nccl(3, 50, 80).launch(101, 110, 120),
+        [Split(30, 0, 30, 30, copy=10)],
+    ),
+    "what the host launched in it, two steps ahead": (
+        lambda trace: trace.steps(0, 10, 20).launch(1, 100, 170).launch(11, 200, 270).launch(21, 300, 370),
+        [Split(70, 0, 0, 30)] * 2,
+    ),
+    "the profiler's, which ends where the device reaches what the host launches then": (
+        lambda trace: trace.range(0, 9, "ProfilerStep#0").range(10, 19, "ProfilerStep#1").steps(1, 11)
+        .launch(2, 100, 170).launch(12, 200, 270),
+        [Split(70, 0, 0, 30), Split(70, 0, 0, 0)],
+    ),
+    "all of the trace without marks, from a kernel on that was launched before": (
+        lambda trace: trace.launch(None, 0, 40).launch(50, 60, 100),
+        [Split(80, 0, 0, 20)],
+    ),
+    "all of the trace with one mark": (
+        lambda trace: trace.launch(None, 0, 40).steps(45).nccl(47, 60, 100, 0),
+        [Split(40, 0, 40, 20)],
+    ),
+}  # fmt: skip
+
+
+@BOTH_RECORDERS
+@pytest.mark.parametrize("which", ON_A_GPU)
+def test_on_a_gpu_a_step_is(tmp_path: Path, which: str, recorder: type[Trace]) -> None:
+    build, splits = ON_A_GPU[which]
+    assert seen(tmp_path, build(recorder())).splits == splits
+
+
+@BOTH_RECORDERS
+def test_on_a_gpu_a_bucket_is_ready_when_its_last_gradient_is_computed(tmp_path: Path, recorder: type[Trace]) -> None:
+    trace = recorder().steps(0, 50)
+    trace.launch(1, 10, 20)  # forward
+    trace.launch(2, 20, 40).moment(3, gradient("layer0.weight", 0))
+    trace.launch(4, 40, 70).moment(5, gradient("layer0.bias", 0)).moment(5, bucket("ready", 0, of=1))
+    trace.nccl(7, 72, 90, 0).launch(51, 110, 120)
+    times = seen(tmp_path, trace).times
+    assert (times.ready.tolist(), times.half.tolist()) == ([[70]], [[40]])
+    assert times.last_parameter.tolist() == [["layer0.bias"]]
+    assert (times.start.tolist(), times.end.tolist()) == ([[72]], [[90]])
+
+
+def test_a_gradient_that_comes_twice_in_a_window_counts_when_it_comes_last(tmp_path: Path) -> None:
+    trace = ChromeTrace().steps(0, 100).gloo(41, 42, 50, 0)
+    for time, parameter in [(10, "weight"), (20, "bias"), (30, "scale"), (40, "weight")]:
+        trace.moment(time, gradient(parameter, 0))
+    trace.moment(40, bucket("ready", 0, of=1))
+    times = seen(tmp_path, trace).times
+    assert (times.last_parameter.tolist(), times.half.tolist()) == ([["weight"]], [[30]])
+
+
+TWO_STREAMS: dict[str, tuple[Callable[[Trace], Trace], str, list[object]]] = {
+    "a step begins with its own earliest kernel": (
+        lambda trace: trace.steps(0, 10).launch(2, 20, 50).launch(12, 120, 150)
+        .launch(3, 50, 60, stream=OTHER_STREAM).launch(13, 150, 160, stream=OTHER_STREAM),
+        "steps.start", [20],
+    ),
+    "it begins on the stream that computes most": (
+        lambda trace: trace.steps(0, 10).launch(1, 10, 15, stream=OTHER_STREAM).launch(2, 20, 30).launch(11, 120, 130),
+        "steps.start", [20],
+    ),
+    "the last one ends with its kernels where nothing is launched after it": (
+        lambda trace: trace.steps(0, 10).launch(1, 20, 70).launch(2, 20, 40, stream=OTHER_STREAM),
+        "steps.end", [70],
+    ),
+    "a bucket is ready when both have computed": (
+        lambda trace: trace.steps(0, 50).launch(1, 50, 70, stream=OTHER_STREAM).launch(2, 10, 60)
+        .moment(5, bucket("ready", 0, of=1)).launch(51, 110, 120),
+        "times.ready", [[70]],
+    ),
+}  # fmt: skip
+
+
+@BOTH_RECORDERS
+@pytest.mark.parametrize("which", TWO_STREAMS)
+def test_on_a_gpu_with_two_compute_streams(tmp_path: Path, which: str, recorder: type[Trace]) -> None:
+    build, what, expected = TWO_STREAMS[which]
+    assert attrgetter(what)(seen(tmp_path, build(recorder()))).tolist() == expected
+
+
+def test_what_powersgd_sends_in_its_last_tick_is_no_buckets(tmp_path: Path) -> None:
+    trace = ChromeTrace().steps(0, 100).moment(0, bucket("ready", 0)).moment(10, bucket("ready", 1))
+    for tick in range(3):  # of two buckets
+        trace.range(10 * tick + 1, 10 * tick + 2, f"fastddp.collective tick={tick} bytes=64 wire=float32", LAUNCHER)
+        trace.gloo(10 * tick + 1.5, 10 * tick + 2, 10 * tick + 8, None)
+    found = seen(tmp_path, trace)
+    assert found.times.exposed.tolist() == [[6, 6]]
+    assert found.splits[0].exposed == 18
+
+
+@BOTH_RECORDERS
+def test_kernels_of_pack_and_unpack_are_drawn_as_that(tmp_path: Path, recorder: type[Trace]) -> None:
+    trace = recorder().steps(0, 100).range(10, 12, bucket("pack", 1)).range(30, 32, bucket("unpack", 1))
+    trace.launch(11, 15, 18, "pack_kernel").nccl(21, 20, 30, 1, of=2).launch(31, 30, 35, "unpack_kernel")
+    activities = seen(tmp_path, trace).recording.activities
+    on_device = np.flatnonzero(np.isfinite(activities.launched))
+    kinds = activities.kind[on_device[np.argsort(activities.start[on_device])]]
+    assert [KINDS[kind] for kind in kinds] == ["pack", "collective", "unpack"]
+
+
+# ------------------------------------------------------------------------------------- against counting milliseconds
+
+LENGTH = 40
+SPANS = st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(sorted)
+TRAVELS = st.tuples(st.sampled_from([None, 0, 1]), SPANS)  # of a bucket, if it is one's
+
+
+@given(
+    st.lists(SPANS, max_size=8),
+    st.lists(TRAVELS, max_size=6, unique_by=lambda travel: travel[1][0]),
+    st.sets(st.integers(0, LENGTH), min_size=2, max_size=5).map(sorted),
+)
+def test_parts_are_those_that_counting_milliseconds_finds(
+    tmp_path_factory: pytest.TempPathFactory, computes: list, travels: list, moments: list[int]
+) -> None:
+    trace = ChromeTrace(base_ms=0).steps(*moments)
+    for thread, (start, stop) in enumerate(computes, start=100):
+        trace.operator(start, stop, thread=thread)
+    for index, (start, stop) in travels:
+        trace.gloo(start, start, stop, index)
+    found = seen(tmp_path_factory.getbasetemp(), trace)
+    for step, (begin, end) in enumerate(itertools.pairwise(moments)):
+        parts: Counter[tuple[bool, bool]] = Counter()
+        exposed = [0.0, 0.0]
+        for cell in range(begin, end):
+            computing = any(start <= cell < stop for start, stop in computes)
+            on_the_wire = {index for index, (start, stop) in travels if start <= cell < stop}
+            parts[computing, bool(on_the_wire)] += 1
+            for index in on_the_wire - {None} if not computing else ():
+                exposed[index] += 1 / len(on_the_wire)
+        split = Split(parts[True, False], parts[True, True], parts[False, True], parts[False, False])
+        assert found.splits[step] == split
+        known = found.times.exposed[step].tolist()
+        assert known + [0.0] * (2 - len(known)) == pytest.approx(exposed)

@@ -33,14 +33,8 @@ def advise(
 ) -> tuple[str, ...]:
     """Sentences, the most profitable first; the one on idle time is last.
 
-    Args:
-        split: the run's.
-        buckets: the run's.
-        halves: by bucket, how many ms before its last gradient half of its gradients had come.
-        waiting: ms a step that a rank's collectives wait for the last rank, mean over ranks.
-        collectives: the run's.
-        idle: what idle time is spent on.
-        is_torch: torch's DDP: only the launch of a bucket is known.
+    ``halves``: by bucket, how many ms before its last gradient half of its gradients had come. ``waiting``: ms a step
+    that a rank's collectives wait for the last rank, mean over ranks. ``is_torch``: only launches of buckets are known.
     """
     on_idle = _on_idle(split, idle)
     if split.communication == 0.0:
@@ -49,7 +43,10 @@ def advise(
         of = f"of {split.communication:.2f} ms a step, {split.exposed:.2f} ms are exposed"
         return (f"Communication is hidden: {of}. There is nothing to gain there.", *on_idle)
     worth = [bucket for bucket in buckets if bucket.exposed >= HIDDEN * split.step]
-    found = [_on_bucket(bucket, buckets, halves.get(bucket.bucket), is_torch) for bucket in worth]
+    found = [
+        _on_delay(bucket, buckets) or _on_queue(bucket, buckets) or _on_cap(bucket, halves.get(bucket.bucket), is_torch)
+        for bucket in worth
+    ]
     found += [_on_waiting(split, waiting), _on_bytes(split, buckets, waiting)]
     unknown = [bucket for bucket in worth if bucket.bucket not in halves]
     if not any(found) and unknown:
@@ -57,12 +54,6 @@ def advise(
     found.append(_on_no_bucket(split, buckets, collectives))
     ordered = sorted((advice for advice in found if advice is not None), key=lambda advice: -advice[0])
     return (*(sentence for _, sentence in ordered[:MOST]), *on_idle)
-
-
-def _on_bucket(
-    bucket: BucketReport, buckets: Sequence[BucketReport], half: float | None, is_torch: bool
-) -> Advice | None:
-    return _on_delay(bucket, buckets) or _on_queue(bucket, buckets) or _on_cap(bucket, half, is_torch)
 
 
 def _on_no_bucket(
@@ -74,16 +65,12 @@ def _on_no_bucket(
         return None
     others = sorted((one for one in collectives if not one.of_buckets), key=lambda one: -one.exposed)
     named = ", ".join(f"{one.kind} {one.exposed:.2f} ms" for one in others[:MOST_KINDS] if one.exposed > 0)
-    if others and others[0].kind == STATUS:
-        what = f"{STATUS} ends each step with a few bytes: ranks wait there for the last one"
-    elif others and others[0].kind == GATHER:
-        what = f'{GATHER} brings what a ShardedOptimizer has stepped: gather="forward" lets it overlap the next forward'
-    else:
-        what = "sparse gradients, which parameters were used, or collectives of the script's own"
-    return (
-        rest,
-        f"{rest:.2f} ms of exposed communication belong to no bucket: {f'{named} ({what})' if named else what}.",
-    )
+    status = f"{STATUS} ends each step with a few bytes: ranks wait there for the last one"
+    gather = f'{GATHER} brings what a ShardedOptimizer has stepped: gather="forward" lets it overlap the next forward'
+    unknown = "sparse gradients, which parameters were used, or collectives of the script's own"
+    what = {STATUS: status, GATHER: gather}.get(others[0].kind, unknown) if others else unknown
+    told = f"{named} ({what})" if named else what
+    return rest, f"{rest:.2f} ms of exposed communication belong to no bucket: {told}."
 
 
 def _on_unknown_arrivals(bucket: BucketReport) -> Advice:
@@ -174,26 +161,19 @@ def _on_idle(split: Split, idle: Idle | None) -> tuple[str, ...]:
     """A sentence on idle time, if there is much of it."""
     if idle is None or split.idle < IDLE * split.step:
         return ()
-    kinds = {
-        "for the next batch": (idle.data, "load with more workers, or further ahead"),
-        "for the host to launch what comes next": (
-            idle.host,
-            "larger batches, torch.compile and CUDA graphs launch less for the same work; .item() stops the host",
-        ),
-        "between the launch of what comes next and its start": (
-            idle.launched,
-            "it waits for another stream or for the driver: small kernels cost that each",
-        ),
-    }
-    if not idle.on_device:
-        kinds = {
-            "for the next batch": (idle.data, "load with more workers, or further ahead"),
-            "outside operators": (idle.host, "Python, the optimizer's bookkeeping, or a thread that had no core"),
-        }
-    spent = sorted(((time, what) for what, (time, _) in kinds.items() if time > 0), reverse=True)
-    spent += [(idle.unknown, "for what the trace does not tell")] if idle.unknown > 0 else []
-    listed = ", ".join(f"{time:.2f} ms {what}" for time, what in spent)
-    _, remedy = max(kinds.values())
+    launched = "larger batches, torch.compile and CUDA graphs launch less for the same work; .item() stops the host"
+    begun = "it waits for another stream or for the driver: small kernels cost that each"
+    outside = "Python, the optimizer's bookkeeping, or a thread that had no core"
+    kinds = [(idle.data, "for the next batch", "load with more workers, or further ahead")]
+    if idle.on_device:
+        kinds.append((idle.host, "for the host to launch what comes next", launched))
+        kinds.append((idle.launched, "between the launch of what comes next and its start", begun))
+    else:
+        kinds.append((idle.host, "outside operators", outside))
+    kinds.sort(reverse=True)
+    remedy = kinds[0][2]
+    kinds.append((idle.unknown, "for what the trace does not tell", ""))
+    listed = ", ".join(f"{time:.2f} ms {what}" for time, what, _ in kinds if time > 0)
     whose = "The device" if idle.on_device else "The CPU"
     return (f"{whose} is idle {percent(split.idle, split.step)} of a step: {listed}. Of the largest part: {remedy}.",)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import astuple
 from statistics import fmean
 
 import numpy as np
 
 from fastddp.tools.trace.advice import advise
 from fastddp.tools.trace.buckets import GUESSED, facts_of, note_on_windows, wrapper_of
+from fastddp.tools.trace.collectives import ALL_REDUCE, bus_bytes
 from fastddp.tools.trace.intervals import Floats
 from fastddp.tools.trace.names import Name
 from fastddp.tools.trace.numbering import number
@@ -27,27 +28,27 @@ from fastddp.tools.trace.totals import totals
 def analyse(
     recordings: Sequence[Recording], name: str, notes: Sequence[str] = (), step_range: str | None = None
 ) -> Report:
-    """The report of a run, from a recording of each rank.
-
-    Args:
-        recordings: at least one.
-        name: of the run.
-        notes: added to the report's own.
-        step_range: the name of the script's own ranges that are steps.
+    """The report of a run, from a recording of each rank; ``notes`` are added to its own.
 
     Raises:
         TraceError: two recordings are of one rank, or made by different recorders, or one lacks ``step_range``.
     """
-    numbered = number(recordings)
-    views = [view(rank, recording, step_range) for rank, recording in numbered.ranks]
+    by_rank, on_numbers = number(recordings)
+    views = [view(rank, recording, step_range) for rank, recording in by_rank]
     together = bring_together(views)
     world_sizes = {one.recording.world_size for one in views} - {None}
     world_size = max(world_sizes) if world_sizes else None  # type: ignore[type-var]
     waiting = waits(together)
-    ranks = tuple(_rank_report(one, waiting[i] if len(views) > 1 else None) for i, one in enumerate(views))
+    waits_ms = [_median(of_rank) if len(views) > 1 else None for of_rank in waiting]
+    ranks = tuple(
+        RankReport(one.rank, one.recording.source, tuple(one.steps.length.tolist()), mean(one.splits), wait)
+        for one, wait in zip(views, waits_ms, strict=True)
+    )
     buckets = _bucket_reports(views, together, world_size)
     collectives = totals(views, together.collectives, world_size)
-    split, idle = mean([rank.split for rank in ranks]), _mean_idle([one.idle for one in views])
+    split = mean([rank.split for rank in ranks])
+    on_device, *idle_times = zip(*(astuple(one.idle) for one in views), strict=True)
+    idle = Idle(on_device[0], *map(fmean, idle_times))
     return Report(
         name,
         views[0].recording.recorder,
@@ -67,7 +68,7 @@ def analyse(
             idle,
             is_torch=wrapper_of(views[0].recording) == "torch DDP",
         ),
-        (*notes, *_notes(views, together, world_size), *numbered.notes),
+        (*notes, *_notes(views, together, world_size), *on_numbers),
         views[0].steps.mark,
         collectives,
         idle,
@@ -75,26 +76,10 @@ def analyse(
     )
 
 
-def _mean_idle(idles: Sequence[Idle]) -> Idle:
-    names = [field.name for field in fields(Idle) if field.name != "on_device"]
-    return Idle(idles[0].on_device, *(fmean(getattr(idle, name) for idle in idles) for name in names))
-
-
-def _rank_report(view: RankView, waits: Floats | None) -> RankReport:
-    lengths = tuple(float(length) for length in view.steps.length)
-    waits_ms = None if waits is None else _median(waits)
-    return RankReport(view.rank, view.recording.source, lengths, mean(view.splits), waits_ms)
-
-
 def _median(values: Floats) -> float | None:
     """Of known values."""
     known = values[np.isfinite(values)]
     return float(np.median(known)) if known.size else None
-
-
-def _most_common(values: Sequence[object]) -> object:
-    known = [value for value in values if value is not None]
-    return Counter(known).most_common(1)[0][0] if known else None
 
 
 def _last_of(values: Floats) -> Floats:
@@ -105,20 +90,15 @@ def _last_of(values: Floats) -> Floats:
 
 def _bucket_reports(views: list[RankView], together: Together, world_size: int | None) -> tuple[BucketReport, ...]:
     facts = {bucket: fact for one in reversed(views) for bucket, fact in facts_of(one.recording).items()}
-    reports = (
-        _bucket_report(bucket, facts.get(bucket), views, together, world_size)
-        for bucket in range(together.start.shape[2])
-        if np.isfinite(together.start[:, :, bucket]).any()
-    )
-    return tuple(reports)
+    known = np.flatnonzero(np.isfinite(together.start).any(axis=(0, 1))).tolist()
+    return tuple(_bucket_report(bucket, facts.get(bucket), views, together, world_size) for bucket in known)
 
 
 def _bucket_report(
     bucket: int, fact: Name | None, views: list[RankView], together: Together, world_size: int | None
 ) -> BucketReport:
     begin = together.begin.min(axis=0)
-    ready_by_rank = together.ready[:, :, bucket]
-    ready = _last_of(ready_by_rank) - begin
+    ready = _last_of(together.ready[:, :, bucket]) - begin
     # A collective begins when the last rank has joined it.
     start = _last_of(together.start[:, :, bucket]) - begin
     duration = _last_of(together.end[:, :, bucket]) - begin - start
@@ -163,8 +143,8 @@ def _last_arrival(bucket: int, views: list[RankView], together: Together) -> tup
     if not known.size:
         return None, None
     last = Counter(ready[:, known].argmax(axis=0).tolist()).most_common(1)[0][0]
-    parameter = _most_common(together.last_parameter[last, known, bucket].tolist())
-    return views[last].rank, None if parameter is None else str(parameter)
+    parameters = [name for name in together.last_parameter[last, known, bucket] if name is not None]
+    return views[last].rank, Counter(parameters).most_common(1)[0][0] if parameters else None
 
 
 def _bytes_of_runs(view: RankView, bucket: int) -> int | None:
@@ -185,7 +165,7 @@ def _wire_of_runs(view: RankView, bucket: int) -> str | None:
 def _bus_gb_per_s(sent: int | None, milliseconds: float, world_size: int | None) -> float | None:
     if not sent or not world_size or world_size < 2 or milliseconds <= 0:
         return None
-    return sent * 2 * (world_size - 1) / world_size / milliseconds / 1e6
+    return bus_bytes(ALL_REDUCE, sent, world_size) / milliseconds / 1e6
 
 
 def _notes(views: list[RankView], together: Together, world_size: int | None) -> tuple[str, ...]:
@@ -193,8 +173,7 @@ def _notes(views: list[RankView], together: Together, world_size: int | None) ->
     notes += together.notes
     if wrapper_of(views[0].recording) == "torch DDP":
         notes.append(GUESSED)
-    on_windows = [note_on_windows(one.recording, one.steps) for one in views]
-    notes += filter(None, on_windows)
+    notes += filter(None, (note_on_windows(one.recording, one.steps) for one in views))
     marks = sorted({one.steps.mark for one in views})
     if len(marks) > 1:
         notes.append(f"Ranks' steps are not marked alike ({', '.join(marks)}): they may hold different work.")

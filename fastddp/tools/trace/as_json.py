@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fastddp.documents.formats import MIB, DocumentFormat
 from fastddp.documents.typed_json import Unexpected, restored
+from fastddp.tools.trace.recording import TraceError
 from fastddp.tools.trace.report import Report
 
 REMEDY = "Give the JSON file that `fastddp trace` wrote, or traces."
@@ -18,7 +19,7 @@ _FILE = DocumentFormat("fastddp trace", 2, "report", REMEDY, largest=256 * MIB) 
 # The version changes with the fields of a report and their meaning. In version 1 a device's copies counted as compute.
 
 
-class NotAReport(ValueError):
+class NotAReport(TraceError, ValueError):
     """The file holds no report of this version."""
 
 
@@ -38,13 +39,11 @@ def read_json(path: Path) -> tuple[Report, ...]:
         NotAReport: the file holds something else; the message names file, place and remedy.
     """
     try:
-        content = _FILE.load(path)
-    except ValueError as error:
-        raise NotAReport(str(error)) from None
-    try:
-        reports: tuple[Report, ...] = restored(content.get("reports"), tuple[Report, ...], "reports")
+        reports: tuple[Report, ...] = restored(_FILE.load(path).get("reports"), tuple[Report, ...], "reports")
     except Unexpected as error:
         raise NotAReport(f"{path}: {error}. {REMEDY}") from None
+    except ValueError as error:
+        raise NotAReport(str(error)) from None
     return reports
 
 

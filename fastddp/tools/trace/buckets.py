@@ -70,36 +70,24 @@ def runs_of(recording: Recording, steps: Steps) -> Runs:
     chosen = np.flatnonzero(activities.of("collective"))
     chosen = chosen[np.argsort(activities.start[chosen], kind="stable")]
     start, end = activities.start[chosen], activities.end[chosen]
-    launched = activities.launched[chosen]
+    launched, noted = activities.launched[chosen], activities.bytes[chosen]
     step = steps.that_launched(launched if recording.on_device else np.full(len(chosen), np.nan), start)
+    names = [*(range_.name for range_ in recording.ranges), None]  # the last for NONE
+    launchers = [names[place] for place in activities.range[chosen]]
+    operations = [recording.collectives[about].operation for about in activities.about[chosen]]
     if wrapper_of(recording) == "torch DDP":
-        bucket = _count_in_steps(step, _is_allreduce(recording)[chosen])
+        bucket = _count_in_steps(step, np.array([one == ALL_REDUCE for one in operations], dtype=bool))
     else:
-        by_range = np.array([_bucket(range_.name) for range_ in recording.ranges] + [NONE])  # the last for NONE
-        bucket = by_range[activities.range[chosen]]
+        bucket = np.array([_bucket(name) for name in launchers], dtype=np.int64)
         bucket[bucket >= _number_of_buckets(recording)] = NONE  # PowerSGD's last tick, after all buckets
-    of_kind = [about.operation for about in recording.collectives]
-    kinds = (*dict.fromkeys(of_kind), *OF_NO_BUCKET)
-    kind = np.array([kinds.index(one) for one in of_kind], dtype=np.int64)[activities.about[chosen]]
-    names = [range_.name for range_ in recording.ranges]
-    for own in OF_NO_BUCKET:
-        is_own = np.array([name is not None and PREFIX + name.what == own for name in names] + [False])
-        kind[is_own[activities.range[chosen]]] = kinds.index(own)
-    return Runs(chosen, start, end, step, bucket, kind, kinds, _sizes(recording, chosen), launched)
-
-
-def _sizes(recording: Recording, chosen: Integers) -> Integers:
-    """Bytes of collectives: as the recorder notes, or else by the range that launched them."""
-    names = [range_.name for range_ in recording.ranges]
-    by_range = np.array([NONE if name is None or name.bytes is None else name.bytes for name in names] + [NONE])
-    noted = recording.activities.bytes[chosen]
-    return np.where(noted == NONE, by_range[recording.activities.range[chosen]], noted)
-
-
-def _is_allreduce(recording: Recording) -> NDArray[np.bool_]:
-    """Of all activities."""
-    those = [i for i, about in enumerate(recording.collectives) if about.operation == ALL_REDUCE]
-    return np.isin(recording.activities.about, those)
+    of_kind = [
+        PREFIX + name.what if name is not None and PREFIX + name.what in OF_NO_BUCKET else operation
+        for name, operation in zip(launchers, operations, strict=True)
+    ]
+    kinds = tuple(dict.fromkeys(of_kind))
+    kind = np.array([kinds.index(one) for one in of_kind], dtype=np.int64)
+    named = np.array([NONE if name is None or name.bytes is None else name.bytes for name in launchers], dtype=np.int64)
+    return Runs(chosen, start, end, step, bucket, kind, kinds, np.where(noted == NONE, named, noted), launched)
 
 
 def _bucket(name: Name | None) -> int:

@@ -7,7 +7,6 @@ Categories are today's, and those of torch before 1.13 ("Operator", "Kernel"). T
 from __future__ import annotations
 
 import gzip
-import io
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -15,11 +14,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from fastddp.tools.trace import names
-from fastddp.tools.trace.collectives import Collective, is_collective_kernel, operation_of, wire_of
+from fastddp.tools.trace.collectives import MESSAGES, Collective, is_collective_kernel, operation_of, wire_of
 from fastddp.tools.trace.events import ChromeDocument, Damaged, NoTrace
 from fastddp.tools.trace.recording import NONE, Builder, Recording, TraceError
 
-MESSAGES = ("send", "recv")
 MESSAGES_ARE_LONGER = (
     "Messages between pairs of ranks over gloo (16 bits on the wire, added up in fp32) are recorded from their launch "
     "until the host notices that they have arrived: communication looks longer than it is."
@@ -27,7 +25,6 @@ MESSAGES_ARE_LONGER = (
 
 Progress = Callable[[int], None]  # is told how many bytes of the file have been read
 
-CHUNK = 1 << 16
 GZIP = b"\x1f\x8b"
 BASE = "baseTimeNanoseconds"
 
@@ -37,11 +34,6 @@ def read(path: Path, progress: Progress = lambda count: None, step_range: str | 
 
     A file that ends too early, or is damaged, is read up to there, with a warning.
 
-    Args:
-        path: the file.
-        progress: is told how many of its bytes have been read.
-        step_range: ranges whose names begin like this mark steps, besides the known ones.
-
     Raises:
         TraceError: it is empty, no JSON, no trace of torch.profiler's, or has no events.
     """
@@ -49,44 +41,16 @@ def read(path: Path, progress: Progress = lambda count: None, step_range: str | 
         document = _document(path, _bytes_of(path, file, progress))
         reader = _Reader(step_range)
         damage = reader.read(document)
-    notes = []
-    if reader.unreadable:
-        notes.append(f"{path}: {reader.unreadable} events have no times that can be read; they are left out.")
+    why = f" ({damage})" if damage else ""
     if document.is_list and not reader.has_events:
-        raise TraceError(f"{path} is JSON, but no trace: a list without events{_in_brackets(damage)}. {_EXPECTED}")
-    if reader.is_empty():
+        raise TraceError(f"{path} is JSON, but no trace: a list without events{why}. {_EXPECTED}")
+    if reader.builder.is_empty():
         raise TraceError(
-            f"{path} holds no event that could be read{_in_brackets(damage)}. Was the profiler stopped "
+            f"{path} holds no event that could be read{why}. Was the profiler stopped "
             "before export_chrome_trace(), and did it record a step?"
         )
-    return reader.finish(path, document.header, notes, _warnings(path, damage))
-
-
-def _in_brackets(damage: str | None) -> str:
-    return f" ({damage})" if damage else ""
-
-
-def _warnings(path: Path, damage: str | None) -> tuple[str, ...]:
-    if damage is None:
-        return ()
-    return (f"{path} is damaged or was not written to its end ({damage}): only what lies before is counted.",)
-
-
-class _Counted(io.RawIOBase):
-    """A file that reports how far it has been read."""
-
-    def __init__(self, file: IO[bytes], progress: Progress) -> None:
-        self._file = file
-        self._progress = progress
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        self._progress(self._file.tell())
-        return len(data)
+    warning = f"{path} is damaged or was not written to its end{why}: only what lies before is counted."
+    return reader.finish(path, document.header, (warning,) if damage else ())
 
 
 def _bytes_of(path: Path, file: IO[bytes], progress: Progress) -> Callable[[int], bytes]:
@@ -95,9 +59,15 @@ def _bytes_of(path: Path, file: IO[bytes], progress: Progress) -> Callable[[int]
     if not start:
         raise TraceError(f"{path} is empty. Did the run end before the profiler could export its trace?")
     file.seek(0)
-    counted = io.BufferedReader(_Counted(file, progress), CHUNK)
     # GzipFile.read() of a truncated file would raise, and lose what came before.
-    return gzip.GzipFile(fileobj=counted).read1 if start == GZIP else counted.read
+    unpacked = gzip.GzipFile(fileobj=file).read1 if start == GZIP else file.read
+
+    def read_and_tell(count: int) -> bytes:
+        data = unpacked(count)
+        progress(file.tell())
+        return data
+
+    return read_and_tell
 
 
 def _document(path: Path, read: Callable[[int], bytes]) -> ChromeDocument:
@@ -117,7 +87,7 @@ _EXPECTED = (
 
 class _Reader:
     def __init__(self, step_range: str | None) -> None:
-        self._builder = Builder()
+        self.builder = Builder()
         self._marks = names.marks(step_range)
         self._origin: float | None = None  # µs
         self._launches: list[tuple[float, int, str]] = []  # collectives of a host: start, lane, operation
@@ -134,9 +104,6 @@ class _Reader:
         except Damaged as error:
             return str(error)
         return None
-
-    def is_empty(self) -> bool:
-        return self._builder.is_empty()
 
     def _take(self, event: Any) -> None:
         if not isinstance(event, dict) or "ph" not in event:
@@ -163,14 +130,14 @@ class _Reader:
     # ----------------------------------------------------------------------------------------------------- the host
 
     def _thread(self, event: dict[str, Any]) -> int:
-        return self._builder.lane((event["pid"], event["tid"]), f"thread {event['tid']}")
+        return self.builder.lane((event["pid"], event["tid"]), f"thread {event['tid']}")
 
     def _operator(self, event: dict[str, Any], start: float, end: float) -> None:
         name, lane = event["name"], self._thread(event)
         if not name.startswith("c10d::"):
-            self._builder.add_operator(lane, start, end, name)
+            self.builder.add_operator(lane, start, end, name)
             return
-        self._builder.add("launch", lane, start, end, name)
+        self.builder.add("launch", lane, start, end, name)
         self._launches.append((start, lane, _operation(name)))
 
     def _annotation(self, event: dict[str, Any], start: float, end: float) -> None:
@@ -178,7 +145,7 @@ class _Reader:
         if name.startswith("gloo:"):
             self._runs.append((start, end, lane, name))
         elif name.startswith(self._marks):
-            self._builder.add_range(lane, start, end, name)
+            self.builder.add_range(lane, start, end, name)
 
     def _host_range(self, event: dict[str, Any], start: float, end: float) -> None:
         """An operator or annotation; the category does not tell which."""
@@ -188,41 +155,45 @@ class _Reader:
     def _host_call(self, event: dict[str, Any], start: float, end: float) -> None:
         arguments = event.get("args", {})
         if arguments.get("correlation") is not None:
-            self._builder.add_launch(_correlation(arguments), self._thread(event), start)
+            self.builder.add_launch(_correlation(arguments), self._thread(event), start)
 
     # --------------------------------------------------------------------------------------------------- the device
 
     def _stream(self, event: dict[str, Any]) -> int:
         arguments = event.get("args", {})
         device, stream = arguments.get("device", event.get("pid")), arguments.get("stream", event.get("tid"))
-        return self._builder.lane(("device", device, stream), f"device {device} stream {stream}")
+        return self.builder.lane(("device", device, stream), f"device {device} stream {stream}")
 
     def _kernel(self, event: dict[str, Any], start: float, end: float) -> None:
-        self._builder.on_device = True
+        self.builder.on_device = True
         name, arguments = event["name"], event.get("args", {})
         place = (self._stream(event), start, end, name, _correlation(arguments))
         if is_collective_kernel(name):  # torch notes a collective also at the copies around it
-            size, sequence = _bytes_of_message(arguments), _sequence(arguments)
-            self._builder.add("collective", *place, size, sequence, _collective(name, arguments))
+            size, sequence = _bytes_of_message(arguments), _whole(arguments.get("Seq"))
+            sequence = NONE if sequence is None else sequence
+            self.builder.add("collective", *place, size, sequence, _collective(name, arguments))
         else:
-            self._builder.add("compute", *place)
+            self.builder.add("compute", *place)
 
     def _copy(self, event: dict[str, Any], start: float, end: float) -> None:
-        self._builder.on_device = True
+        self.builder.on_device = True
         correlation = _correlation(event.get("args", {}))
-        self._builder.add("copy", self._stream(event), start, end, event["name"], correlation)
+        self.builder.add("copy", self._stream(event), start, end, event["name"], correlation)
 
     # ---------------------------------------------------------------------------------------------------------- end
 
-    def finish(self, path: Path, header: dict[str, Any], notes: list[str], warnings: tuple[str, ...]) -> Recording:
+    def finish(self, path: Path, header: dict[str, Any], warnings: tuple[str, ...]) -> Recording:
         self._match_runs_to_launches()
+        notes = []
+        if self.unreadable:
+            notes.append(f"{path}: {self.unreadable} events have no times that can be read; they are left out.")
         if self.has_messages:
             notes.append(MESSAGES_ARE_LONGER)
         info = header.get("distributedInfo")
         info = info if isinstance(info, dict) else {}
         host = header.get("host_name")
         base = _whole(header.get(BASE))
-        return self._builder.finish(
+        return self.builder.finish(
             str(path),
             "torch.profiler",
             _whole(info.get("rank")),
@@ -245,17 +216,17 @@ class _Reader:
             if not is_run:
                 start, lane, operation = self._launches[number]
                 correlation = NONE - 1 - number  # a device's are positive
-                self._builder.add_launch(correlation, lane, start)
+                self.builder.add_launch(correlation, lane, start)
                 waiting[operation].append(correlation)
                 continue
             start, end, lane, name = self._runs[number]
             if _operation(name) in MESSAGES:
                 # No thread runs it. It is recorded on its launching thread, until that notices its end.
                 self.has_messages = True
-                lane = self._builder.lane(("messages", lane), "messages between ranks")
+                lane = self.builder.lane(("messages", lane), "messages between ranks")
             queue = waiting[_operation(name)]
             correlation = queue.popleft() if queue else NONE
-            self._builder.add("collective", lane, start, end, name, correlation, about=Collective(operation_of(name)))
+            self.builder.add("collective", lane, start, end, name, correlation, about=Collective(operation_of(name)))
 
 
 _HANDLERS: dict[str, Callable[[_Reader, dict[str, Any], float, float], None]] = {
@@ -325,8 +296,3 @@ def _collective(kernel: str, arguments: dict[str, Any]) -> Collective:
         _whole(arguments.get("Group size")),
         wire or wire_of(kernel),
     )
-
-
-def _sequence(arguments: dict[str, Any]) -> int:
-    found = _whole(arguments.get("Seq"))
-    return NONE if found is None else found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from fastddp.tools.trace.grids import Column, Grid, as_change, as_count, as_ms, as_ratio
+from fastddp.tools.trace.grids import Column, Grid, as_change, as_count, as_number
 from fastddp.tools.trace.report import BucketReport, Report, StepMark
 from fastddp.tools.trace.wording import (
     PARTS,
@@ -18,7 +19,6 @@ from fastddp.tools.trace.wording import (
     collective_name,
     in_words,
     ms,
-    parts,
     percent,
     plural,
     printable,
@@ -58,32 +58,31 @@ def compare(reports: Sequence[Report]) -> Comparison:
         raise ValueError(f"a comparison needs two runs, and there is {plural(len(reports), 'run')}")
     first, *others = reports
     changes = tuple(
-        Change(printable(other.name), comparing_headline(first, other), tuple(what_changed(first, other)))
+        Change(printable(other.name), _comparing_headline(first, other), tuple(_what_changed(first, other)))
         for other in others
     )
-    return Comparison(step_grid(reports), bucket_grid(reports), collective_grid(reports), changes)
+    return Comparison(_step_grid(reports), bucket_grid(reports), collective_grid(reports), changes)
 
 
 def for_screen(comparison: Comparison) -> RenderableType:
     """What rich prints: sentences, then tables."""
-    words: list[RenderableType] = []
+    parts: list[RenderableType] = []
     for change in comparison.changes:
-        words.append(Text(change.headline, style="bold"))
-        words += [Padding(Text(sentence), (0, 0, 0, 2), expand=False) for sentence in change.sentences]
-    tables = [
-        comparison.steps.for_screen("A step, ms"),
-        comparison.buckets.for_screen("Buckets, matched by their numbers"),
-    ]
+        parts.append(Text(change.headline, style="bold"))
+        parts += [Padding(Text(sentence), (0, 0, 0, 2), expand=False) for sentence in change.sentences]
+    parts.append(comparison.steps.for_screen("A step, ms"))
+    parts.append(comparison.buckets.for_screen("Buckets, matched by their numbers"))
     if comparison.collectives.rows:
-        tables.append(comparison.collectives.for_screen("Collectives, a step"))
-    return Group(*words, *tables)
+        parts.append(comparison.collectives.for_screen("Collectives, a step"))
+    return Group(*parts)
 
 
-def step_grid(reports: Sequence[Report]) -> Grid:
+def _step_grid(reports: Sequence[Report]) -> Grid:
     """Times of a step: a column for each run; after all but the first also difference and ratio to the first."""
-    columns = [Column(""), Column(printable(reports[0].name), as_ms)]
+    columns = [Column(""), Column(printable(reports[0].name), as_number)]
     for report in reports[1:]:
-        columns += [Column(printable(report.name), as_ms), Column("difference", as_change), Column("ratio", as_ratio)]
+        columns.append(Column(printable(report.name), as_number))
+        columns += [Column("difference", as_change), Column("ratio", as_number)]
     rows = []
     shown = shown_parts(report.split for report in reports).values()
     for name, read in STEP_ROWS.items():
@@ -92,7 +91,7 @@ def step_grid(reports: Sequence[Report]) -> Grid:
         first, *others = (read(report) for report in reports)
         row: list[Any] = [name, first]
         for other in others:
-            row += [other, difference(first, other), ratio(first, other)]
+            row += [other, _difference(first, other), _ratio(first, other)]
         rows.append(tuple(row))
     return Grid(tuple(columns), tuple(rows))
 
@@ -101,31 +100,24 @@ Number = float | None
 
 STEP_ROWS: dict[str, Callable[[Report], Number]] = {
     "step, mean": lambda report: report.split.step,
-    "compute only": lambda report: report.split.compute,
-    "overlapped": lambda report: report.split.overlapped,
-    "exposed": lambda report: report.split.exposed,
-    "copies": lambda report: report.split.copy,
-    "idle": lambda report: report.split.idle,
+    **{name: attrgetter(f"split.{field}") for field, name in PARTS.items()},
     "communication": lambda report: report.split.communication,
-    "step, median": lambda report: step_quantile(report, 0.5),
-    "step, 10 %": lambda report: step_quantile(report, 0.1),
-    "step, 90 %": lambda report: step_quantile(report, 0.9),
+    "step, median": lambda report: _step_quantile(report, 0.5),
+    "step, 10 %": lambda report: _step_quantile(report, 0.1),
+    "step, 90 %": lambda report: _step_quantile(report, 0.9),
 }
 
 
-def step_quantile(report: Report, part: float) -> Number:
-    """Over all steps of all ranks; None without any."""
+def _step_quantile(report: Report, part: float) -> Number:
     steps = all_steps(report.ranks)
     return quantile(steps, part) if steps else None
 
 
-def difference(before: Number, after: Number) -> Number:
-    """After minus before, if both are known."""
+def _difference(before: Number, after: Number) -> Number:
     return None if before is None or after is None else after - before
 
 
-def ratio(before: Number, after: Number) -> Number:
-    """After divided by before, if both are known."""
+def _ratio(before: Number, after: Number) -> Number:
     return None if before is None or after is None or before == 0 else after / before
 
 
@@ -175,44 +167,43 @@ ComparedColumn = tuple[str, Callable[[Any], str], Callable[[Any], Any], Compared
 
 BUCKET_COLUMNS: tuple[ComparedColumn, ...] = (
     ("size", size, lambda bucket: bucket.bytes, None),
-    ("duration, ms", as_ms, lambda bucket: bucket.duration, ("ratio", as_ratio, ratio)),
-    ("exposed, ms", as_ms, lambda bucket: bucket.exposed, ("difference", as_change, difference)),
+    ("duration, ms", as_number, lambda bucket: bucket.duration, ("ratio", as_number, _ratio)),
+    ("exposed, ms", as_number, lambda bucket: bucket.exposed, ("difference", as_change, _difference)),
 )
 COLLECTIVE_COLUMNS: tuple[ComparedColumn, ...] = (
     ("count", as_count, lambda one: one.count, None),
-    ("total, ms", as_ms, lambda one: one.total, ("ratio", as_ratio, ratio)),
-    ("exposed, ms", as_ms, lambda one: one.exposed, ("difference", as_change, difference)),
+    ("total, ms", as_number, lambda one: one.total, ("ratio", as_number, _ratio)),
+    ("exposed, ms", as_number, lambda one: one.exposed, ("difference", as_change, _difference)),
 )
 
 
-def comparing_headline(before: Report, after: Report) -> str:
-    """How long a step takes now."""
+def _comparing_headline(before: Report, after: Report) -> str:
     old, new = before.split.step, after.split.step
     ratio = f"{new / old:.2f} of the " if old else "not the "
     return (
         f"A step of “{printable(after.name)}” takes {ms(new)}, {ratio}{ms(old)} of “{printable(before.name)}”"
-        f"{doubt(before, after)}."
+        f"{_doubt(before, after)}."
     )
 
 
-def what_changed(before: Report, after: Report) -> Iterator[str]:
+def _what_changed(before: Report, after: Report) -> Iterator[str]:
     """Sentences, the most important first."""
     if before.split != after.split:
         total = in_words(after.split.step - before.split.step)
-        yield f"The difference of {total} consists of {addends(before, after)}."
+        yield f"The difference of {total} consists of {_addends(before, after)}."
     if before.split.communication and after.split.communication:
         yield (
             f"{percent(after.split.overlapped, after.split.communication)} of communication is hidden behind compute, "
             f"instead of {percent(before.split.overlapped, before.split.communication)}."
         )
-    if pair := most_changed(before, after):
+    if pair := _most_changed(before, after):
         then, now = pair
         exposed = f"{ms(now.exposed)} instead of {ms(then.exposed)}"
         yield f"The bucket whose exposed time changed most is {then.bucket}: {exposed}."
-    yield from circumstances(before, after)
+    yield from _circumstances(before, after)
 
 
-def doubt(before: Report, after: Report) -> str:
+def _doubt(before: Report, after: Report) -> str:
     """What to add to a difference that may be none: the middle halves of both runs' step times overlap."""
     some, others = all_steps(before.ranks), all_steps(after.ranks)
     if not some or not others:
@@ -221,15 +212,15 @@ def doubt(before: Report, after: Report) -> str:
     return "" if apart else ", which is no more than steps of one run differ"
 
 
-def addends(before: Report, after: Report) -> str:
+def _addends(before: Report, after: Report) -> str:
     """The changes of the parts, which add up to that of the step, the largest first."""
-    old, new = parts(before.split), parts(after.split)
-    shown = shown_parts([before.split, after.split]).values()
-    changes = sorted(((name, new[name] - old[name]) for name in shown), key=lambda item: -abs(item[1]))
-    return ", ".join(f"{name} {in_words(value)}" for name, value in changes)
+    shown = shown_parts([before.split, after.split])
+    changes = [(getattr(after.split, field) - getattr(before.split, field), name) for field, name in shown.items()]
+    changes.sort(key=lambda change: -abs(change[0]))
+    return ", ".join(f"{name} {in_words(value)}" for value, name in changes)
 
 
-def most_changed(before: Report, after: Report) -> tuple[BucketReport, BucketReport] | None:
+def _most_changed(before: Report, after: Report) -> tuple[BucketReport, BucketReport] | None:
     """The bucket, then and now, whose exposed time changed most; None if none changed."""
     now = {bucket.bucket: bucket for bucket in after.buckets}
     pairs = [(bucket, now[bucket.bucket]) for bucket in before.buckets if bucket.bucket in now]
@@ -237,8 +228,7 @@ def most_changed(before: Report, after: Report) -> tuple[BucketReport, BucketRep
     return max(changed, key=lambda pair: abs(pair[1].exposed - pair[0].exposed), default=None)
 
 
-def circumstances(before: Report, after: Report) -> Iterator[str]:
-    """What else differs, and what that means for the comparison."""
+def _circumstances(before: Report, after: Report) -> Iterator[str]:
     for report in (before, after):
         if report.warnings:
             yield f"“{printable(report.name)}” is incomplete: not all of its traces could be read."
@@ -253,9 +243,11 @@ def circumstances(before: Report, after: Report) -> Iterator[str]:
             f"Its steps are counted {STEPS[after.step_mark]}, not {STEPS[before.step_mark]}: they may hold different "
             "work."
         )
-    if before.world_size != after.world_size:
-        yield f"It has {counted(after.world_size, 'rank')} instead of {counted(before.world_size, 'rank')}."
-    old, new = contents(before), contents(after)
+    sizes = after.world_size, before.world_size
+    if sizes[0] != sizes[1]:
+        now, then = ("an unknown number of ranks" if n is None else plural(n, "rank") for n in sizes)
+        yield f"It has {now} instead of {then}."
+    old, new = _contents(before), _contents(after)
     if old != new:
         yield f"It has {new}, instead of {old}."
 
@@ -269,13 +261,7 @@ STEPS: dict[StepMark, str] = {
 }
 
 
-def counted(number: int | None, noun: str) -> str:
-    """``3 ranks``."""
-    return f"an unknown number of {noun}s" if number is None else plural(number, noun)
-
-
-def contents(report: Report) -> str:
-    """How many buckets there are, and what travels."""
+def _contents(report: Report) -> str:
     sizes = [bucket.bytes for bucket in report.buckets if bucket.bytes is not None]
     wires = sorted({bucket.wire for bucket in report.buckets if bucket.wire is not None})
     what = plural(len(report.buckets), "bucket")

@@ -35,11 +35,7 @@ class NoTrace(ValueError):
 
 
 class _Scanner:
-    """JSON whose values are taken one by one.
-
-    Args:
-        read: gives at most so many bytes, and none at the end.
-    """
+    """JSON whose values are taken one by one; ``read`` gives at most so many bytes, and none at the end."""
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read
@@ -75,9 +71,7 @@ class _Scanner:
     def unexpected(self, wanted: str) -> Damaged:
         """The error if something else stands here."""
         found = self.peek()
-        if found:
-            return Damaged(f"{found!r} stands where {wanted} is expected")
-        return Damaged(self._why("it ends too early"))
+        return Damaged(f"{found!r} stands where {wanted} is expected" if found else self._why("it ends too early"))
 
     def value(self) -> Any:
         """The value that begins here."""
@@ -132,10 +126,7 @@ def _number(text: str) -> int | float:
 
 
 class ChromeDocument:
-    """A chrome trace: an object with a list of events in it, or that list alone.
-
-    Args:
-        read: gives at most so many bytes, and none at the end.
+    """A chrome trace: an object with a list of events in it, or that list alone; ``read``: as in :class:`_Scanner`.
 
     Raises:
         Damaged: it is no JSON.
@@ -150,9 +141,9 @@ class ChromeDocument:
             return
         if not self._scanner.takes("{"):
             self._scanner.value()
-            raise NoTrace(f"it has no {EVENTS!r}")
-        if not self._reads_up_to_events():
-            raise NoTrace(f"it has no {EVENTS!r}")
+        elif self._reads_up_to_events():
+            return
+        raise NoTrace(f"it has no {EVENTS!r}")
 
     def _reads_up_to_events(self) -> bool:
         scanner = self._scanner

@@ -22,72 +22,58 @@ ROW, GAP = 26, 0.5  # pixels a bar of the split; space between two groups of bar
 TALLEST = 700  # pixels: with very many ranks, bars get narrower
 LANE, LABEL = 54, 0.29  # pixels a lane of the timeline; how far above its middle its name stands, in lanes
 
-# The height of each kind, in lanes, in drawing order: a kind that may lie inside another is drawn later.
-HEIGHTS: dict[What, float] = {
-    "forward": 0.52,
-    "compute": 0.38,
-    "copy": 0.38,
-    "wait": 0.52,
-    "pack": 0.38,
-    "unpack": 0.38,
-    "collective": 0.52,
-}
+BAR = {"type": "bar", "orientation": "h", "hovertemplate": "%{hovertext}<extra></extra>"}
 PATTERNS: dict[What, str] = {"pack": "/", "unpack": "\\", "wait": "."}
 
 
 def split_figure(reports: Sequence[Report]) -> Figure:
     """A bar for the mean and for each rank, one below the other; several runs' bars are next to each other."""
-    positions, labels, splits = map(list, zip(*split_rows(reports), strict=True))
+    positions, labels, splits = map(list, zip(*_split_rows(reports), strict=True))
     bottom = positions[-1]
     pixels = min(ROW, TALLEST / (bottom + 1))
     every = math.ceil(14 / pixels)  # a label needs 14 pixels
-    layout = plain_layout(height=round(pixels * (bottom + 1)) + 56)
+    layout = _plain_layout(height=round(pixels * (bottom + 1)) + 56)
     layout["xaxis"] |= {"title": {"text": "ms"}, "rangemode": "tozero", "fixedrange": True}
     layout["yaxis"] |= {"tickvals": positions[::every], "ticktext": labels[::every], "showgrid": False}
     layout["yaxis"] |= {"range": [bottom + 0.5, -0.5], "fixedrange": True}
     return {
-        "data": [split_bars(field, name, positions, labels, splits) for field, name in shown_parts(splits).items()],
+        "data": [_split_bar(field, name, positions, labels, splits) for field, name in shown_parts(splits).items()],
         "layout": layout | {"barmode": "stack"},
     }
 
 
-def split_bars(field: str, name: str, positions: list[float], labels: list[str], splits: list[Split]) -> dict[str, Any]:
-    """One part of all bars."""
+def _split_bar(field: str, name: str, positions: list[float], labels: list[str], splits: list[Split]) -> dict[str, Any]:
     times = [getattr(split, field) for split in splits]
     return {
-        "type": "bar",
-        "orientation": "h",
+        **BAR,
         "name": name,
         "x": times,
         "y": positions,
         "width": 0.78,
         "marker": {"color": colours.SPLIT[field], "line": {"width": 0}},
-        **inner_text([f"{time:,.1f}" for time in times], "#222222" if field == "idle" else "#ffffff"),
-        "hovertext": [hover_of_split(*one) for one in zip(labels, itertools.repeat(name), times, splits, strict=False)],
-        "hovertemplate": "%{hovertext}<extra></extra>",
+        **_inner_text([f"{time:,.1f}" for time in times], "#222222" if field == "idle" else "#ffffff"),
+        "hovertext": [_hover_of_part(*one) for one in zip(labels, itertools.repeat(name), times, splits, strict=False)],
     }
 
 
-def split_rows(reports: Sequence[Report]) -> Iterator[tuple[float, str, Split]]:
+def _split_rows(reports: Sequence[Report]) -> Iterator[tuple[float, str, Split]]:
     """Position, label and split of each bar."""
-    by_run = [groups(report) for report in reports]
+    by_run = [_groups(report) for report in reports]
     position = 0.0
     for group in dict.fromkeys(name for of in by_run for name in of):  # in order, each once
         for report, of in zip(reports, by_run, strict=True):
             if group in of:
-                yield position, group if len(reports) == 1 else f"{group} · {in_plotly(report.name, 24)}", of[group]
+                yield position, group if len(reports) == 1 else f"{group} · {_in_plotly(report.name, 24)}", of[group]
                 position += 1
         position += GAP if len(reports) > 1 else 0
 
 
-def groups(report: Report) -> dict[str, Split]:
-    """The bars: the mean and each rank; if there is only one rank, only that."""
+def _groups(report: Report) -> dict[str, Split]:
     ranks = {f"rank {rank.rank}": rank.split for rank in report.ranks}
     return ranks if len(ranks) == 1 else {"<b>mean</b>": report.split, **ranks}
 
 
-def hover_of_split(label: str, part: str, time: float, split: Split) -> str:
-    """What the pointer shows over a part of a bar."""
+def _hover_of_part(label: str, part: str, time: float, split: Split) -> str:
     share = f", {time / split.step:.1%} of {split.step:,.2f} ms" if split.step else ""
     return f"<b>{label}</b><br>{part}: {time:,.2f} ms{share}"
 
@@ -95,19 +81,19 @@ def hover_of_split(label: str, part: str, time: float, split: Split) -> str:
 def timeline_figure(timeline: Timeline, buckets: dict[int, BucketReport], length: float) -> Figure:
     """The lanes of a step, one below the other; ``length``: of the axis, in ms."""
     lanes = len(timeline.lanes)
-    layout = plain_layout(height=LANE * lanes + 92)
+    layout = _plain_layout(height=LANE * lanes + 92)
     layout["xaxis"] |= {"title": {"text": "ms since the step began"}, "range": [0, length]}
     layout["xaxis"] |= {"minallowed": 0, "maxallowed": length}
     layout["yaxis"] |= {"visible": False, "fixedrange": True, "range": [lanes - 0.6, -0.65]}
     layout |= {"barmode": "overlay", "hovermode": "closest", "dragmode": "zoom", "uirevision": "keep the zoom"}
     layout["margin"] = layout["margin"] | {"t": 34}  # for the buttons
-    layout["annotations"] = [lane_name(number, lane) for number, lane in enumerate(timeline.lanes)]
-    by_what = {what: [interval for interval in timeline.intervals if interval.what == what] for what in HEIGHTS}
-    return {"data": [bars(what, found, buckets) for what, found in by_what.items() if found], "layout": layout}
+    layout["annotations"] = [_lane_name(number, lane) for number, lane in enumerate(timeline.lanes)]
+    order = colours.IN_DRAWING_ORDER
+    by_what = {what: [interval for interval in timeline.intervals if interval.what == what] for what in order}
+    return {"data": [_bars(what, found, buckets) for what, found in by_what.items() if found], "layout": layout}
 
 
-def bars(what: What, intervals: Sequence[Interval], buckets: dict[int, BucketReport]) -> dict[str, Any]:
-    """The bars of one kind, all lanes in one trace."""
+def _bars(what: What, intervals: Sequence[Interval], buckets: dict[int, BucketReport]) -> dict[str, Any]:
     marker: dict[str, Any] = {
         "color": [colours.of_interval(what, interval.bucket) for interval in intervals],
         "line": {"width": 0},
@@ -117,23 +103,20 @@ def bars(what: What, intervals: Sequence[Interval], buckets: dict[int, BucketRep
         marker["pattern"]["fgcolor"] = "#ffffff"
     numbers = ["" if interval.bucket is None else str(interval.bucket) for interval in intervals]
     return {
-        "type": "bar",
-        "orientation": "h",
+        **BAR,
         "name": what,
         "base": [round(interval.start, 6) for interval in intervals],
         "x": [round(interval.end - interval.start, 6) for interval in intervals],
         "y": [interval.lane for interval in intervals],
-        "width": HEIGHTS[what],
+        "width": 0.52 if what in colours.HIGH else 0.38,  # lanes
         "opacity": 0.45 if what == "wait" else 1,
         "marker": marker,
-        **(inner_text(numbers, "#ffffff") if what == "collective" else {"textposition": "none"}),
-        "hovertext": [hover_of_interval(interval, buckets) for interval in intervals],
-        "hovertemplate": "%{hovertext}<extra></extra>",
+        **(_inner_text(numbers, "#ffffff") if what == "collective" else {"textposition": "none"}),
+        "hovertext": [_hover_of_interval(interval, buckets) for interval in intervals],
     }
 
 
-def inner_text(text: list[str], colour: str) -> dict[str, Any]:
-    """Text in the middle of a bar, where it fits."""
+def _inner_text(text: list[str], colour: str) -> dict[str, Any]:
     return {
         "text": text,
         "textposition": "inside",
@@ -143,10 +126,10 @@ def inner_text(text: list[str], colour: str) -> dict[str, Any]:
     }
 
 
-def lane_name(number: int, lane: str) -> dict[str, Any]:
+def _lane_name(number: int, lane: str) -> dict[str, Any]:
     """The name of a lane, above it: on a phone there is no place beside it."""
     return {
-        "text": in_plotly(lane, 60),
+        "text": _in_plotly(lane, 60),
         "xref": "paper",
         "x": 0,
         "xanchor": "left",
@@ -158,9 +141,8 @@ def lane_name(number: int, lane: str) -> dict[str, Any]:
     }
 
 
-def hover_of_interval(interval: Interval, buckets: dict[int, BucketReport]) -> str:
-    """What the pointer shows over an interval."""
-    lines = [f"<b>{in_plotly(interval.name, 90)}</b>"]
+def _hover_of_interval(interval: Interval, buckets: dict[int, BucketReport]) -> str:
+    lines = [f"<b>{_in_plotly(interval.name, 90)}</b>"]
     if interval.bucket is not None:
         bucket = buckets.get(interval.bucket)
         known = [size(bucket.bytes)] if bucket and bucket.bytes is not None else []
@@ -171,12 +153,12 @@ def hover_of_interval(interval: Interval, buckets: dict[int, BucketReport]) -> s
     return "<br>".join(lines)
 
 
-def in_plotly(text: str, length: int) -> str:
+def _in_plotly(text: str, length: int) -> str:
     """Text from a file, escaped: plotly reads strings as HTML."""
     return escape(shortened(printable(text), length), quote=False)
 
 
-def plain_layout(height: int) -> dict[str, Any]:
+def _plain_layout(height: int) -> dict[str, Any]:
     """No colours, no legend, no space around: the page has them."""
     return {
         "height": height,

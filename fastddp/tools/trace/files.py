@@ -81,7 +81,7 @@ def read(path: Path, progress: Progress = lambda count: None, step_range: str | 
     Args:
         path: the file.
         progress: is told how many of its bytes have been read, if known.
-        step_range: ranges whose names begin like this mark steps, besides the known ones.
+        step_range: ranges whose names begin like this are read, besides the known ones.
 
     Raises:
         TraceError: it is no trace, or cannot be read.

@@ -28,13 +28,8 @@ from fastddp.tools.trace.wording import (
 )
 
 
-def as_text(value: str) -> str:
-    """Text, as it is."""
-    return printable(value)
-
-
-def as_ms(value: float) -> str:
-    """A time: tables always show two digits, so that columns line up."""
+def as_number(value: float) -> str:
+    """A time or a ratio: tables always show two digits, so that columns line up."""
     return f"{value:,.2f}"
 
 
@@ -54,23 +49,18 @@ def as_count(value: float) -> str:
     return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
 
 
-def as_ratio(value: float) -> str:
-    """A ratio."""
-    return f"{value:,.2f}"
-
-
 @dataclass(frozen=True)
 class Column:
     """How the values of a column are shown; None is shown as unknown. ``in_page``: only a page has room for it."""
 
     name: str
-    show: Callable[[Any], str] = as_text
+    show: Callable[[Any], str] = printable
     in_page: bool = False
 
     @property
     def is_text(self) -> bool:
         """Text is on the left, numbers are on the right."""
-        return self.show is as_text
+        return self.show is printable
 
     def cell(self, value: Any) -> str:
         """A value as text."""
@@ -111,12 +101,12 @@ BUCKETS: dict[Column, Callable[[BucketReport], Any]] = {
     Column("parameters", in_page=True): lambda bucket: parameters(bucket) or None,
     Column("size", size): lambda bucket: bucket.bytes,
     Column("wire", in_page=True): lambda bucket: bucket.wire,
-    Column("ready, ms", as_ms): lambda bucket: bucket.ready,
-    Column("delay, ms", as_ms): lambda bucket: bucket.delay,
-    Column("start, ms", as_ms, in_page=True): lambda bucket: bucket.start,
-    Column("duration, ms", as_ms): lambda bucket: bucket.duration,
-    Column("exposed, ms", as_ms): lambda bucket: bucket.exposed,
-    Column("bus, GB/s", as_ratio): lambda bucket: bucket.bus_gb_per_s,
+    Column("ready, ms", as_number): lambda bucket: bucket.ready,
+    Column("delay, ms", as_number): lambda bucket: bucket.delay,
+    Column("start, ms", as_number, in_page=True): lambda bucket: bucket.start,
+    Column("duration, ms", as_number): lambda bucket: bucket.duration,
+    Column("exposed, ms", as_number): lambda bucket: bucket.exposed,
+    Column("bus, GB/s", as_number): lambda bucket: bucket.bus_gb_per_s,
     Column("last on rank", str): lambda bucket: bucket.last_rank,
     Column("last gradient"): lambda bucket: bucket.last_parameter and shortened(bucket.last_parameter, LONGEST_NAME),
 }
@@ -124,11 +114,11 @@ BUCKETS: dict[Column, Callable[[BucketReport], Any]] = {
 RANKS: dict[Column, Callable[[RankReport], Any]] = {
     Column("rank"): lambda rank: str(rank.rank),
     Column("steps", str): lambda rank: len(rank.step_ms),
-    Column("step, ms", as_ms): lambda rank: rank.split.step,
-    **{Column(f"{name}, ms", as_ms): attrgetter(f"split.{field}") for field, name in PARTS.items()},
-    Column("waits, ms", as_ms): lambda rank: rank.waits_ms,
-    Column("median step, ms", as_ms, in_page=True): lambda rank: median(rank.step_ms) if rank.step_ms else None,
-    Column("longest step, ms", as_ms, in_page=True): lambda rank: max(rank.step_ms, default=None),
+    Column("step, ms", as_number): lambda rank: rank.split.step,
+    **{Column(f"{name}, ms", as_number): attrgetter(f"split.{field}") for field, name in PARTS.items()},
+    Column("waits, ms", as_number): lambda rank: rank.waits_ms,
+    Column("median step, ms", as_number, in_page=True): lambda rank: median(rank.step_ms) if rank.step_ms else None,
+    Column("longest step, ms", as_number, in_page=True): lambda rank: max(rank.step_ms, default=None),
     Column("file", in_page=True): lambda rank: shortened(rank.source, 2 * LONGEST_NAME),
 }
 MEAN: dict[str, Callable[[Report], Any]] = {
@@ -141,29 +131,29 @@ MEAN: dict[str, Callable[[Report], Any]] = {
 COLLECTIVES: dict[Column, Callable[[CollectiveReport], Any]] = {
     Column("collective"): lambda one: collective_name(one.kind, one.of_buckets),
     Column("count", as_count): lambda one: one.count,
-    Column("total, ms", as_ms): lambda one: one.total,
-    Column("median, ms", as_ms): lambda one: one.median,
+    Column("total, ms", as_number): lambda one: one.total,
+    Column("median, ms", as_number): lambda one: one.median,
     Column("bytes", as_size): lambda one: one.bytes,
-    Column("bus, GB/s", as_ratio): lambda one: one.bus_gb_per_s,
-    Column("exposed, ms", as_ms): lambda one: one.exposed,
+    Column("bus, GB/s", as_number): lambda one: one.bus_gb_per_s,
+    Column("exposed, ms", as_number): lambda one: one.exposed,
 }
 
 
 def collective_grid(report: Report) -> Grid:
     """A row for each kind of collective, without columns that are all unknown."""
-    return _known_columns(COLLECTIVES, report.collectives)
+    return _without_unknown(COLLECTIVES, report.collectives)
 
 
 def bucket_grid(report: Report) -> Grid:
     """A row for each bucket, without columns that are all unknown."""
-    return replace(_known_columns(BUCKETS, report.buckets), buckets=tuple(bucket.bucket for bucket in report.buckets))
+    numbers = tuple(bucket.bucket for bucket in report.buckets)
+    return replace(_without_unknown(BUCKETS, report.buckets), buckets=numbers)
 
 
-def _known_columns(columns: dict[Column, Callable[[Any], Any]], things: Sequence[Any]) -> Grid:
-    rows = [tuple(read(thing) for read in columns.values()) for thing in things]
-    names = tuple(columns)
-    known = [i for i in range(len(names)) if any(row[i] is not None for row in rows)]
-    return Grid(tuple(names[i] for i in known), tuple(tuple(row[i] for i in known) for row in rows))
+def _without_unknown(columns: dict[Column, Callable[[Any], Any]], things: Sequence[Any]) -> Grid:
+    known = {column: [read(thing) for thing in things] for column, read in columns.items()}
+    known = {column: values for column, values in known.items() if any(value is not None for value in values)}
+    return Grid(tuple(known), tuple(zip(*known.values(), strict=True)))
 
 
 def rank_grid(report: Report) -> Grid:

@@ -23,7 +23,7 @@ def idle_of(recording: Recording, steps: Steps, busy: Floats) -> Idle:
     for_data = intersection(for_host, loading)
 
     def a_step(moments: Floats) -> float:
-        return float(length_between(moments, steps.start, steps.end).mean()) if len(steps) else 0.0
+        return float(length_between(moments, steps.start, steps.end).mean())
 
     data = a_step(for_data)
     return Idle(

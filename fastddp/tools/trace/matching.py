@@ -37,13 +37,7 @@ class Matched:
 
 
 def match(recordings: Sequence[Recording], runs: Sequence[Runs], chosen: Sequence[Integers]) -> Matched:
-    """Match the collectives of several ranks.
-
-    Args:
-        recordings: one a rank.
-        runs: the collectives of each.
-        chosen: for each rank, indices of the steps that all ranks have, in one order.
-    """
+    """Match the collectives of ranks; ``chosen``: of each, indices of the steps that all have, in one order."""
     found = [_keyed(*of_rank) for of_rank in zip(recordings, runs, chosen, strict=True)]
     ranks_with: defaultdict[Key, list[int]] = defaultdict(list)
     for rank, keys in enumerate(found):
@@ -88,8 +82,5 @@ def _doubtful(found: list[dict[Key, int]]) -> set[tuple[int, Hashable, int]]:
 
 
 def _times(run: Integers, times: Sequence[Floats]) -> Floats:
-    """Of each matched run."""
-    rows = [
-        np.where(own == NONE, np.nan, np.append(of_rank, np.nan)[own]) for own, of_rank in zip(run, times, strict=True)
-    ]
-    return np.stack(rows)
+    """Of each matched run; the NaN is for NONE."""
+    return np.stack([np.append(of_rank, np.nan)[own] for own, of_rank in zip(run, times, strict=True)])

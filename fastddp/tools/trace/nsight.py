@@ -42,10 +42,6 @@ AGAIN = "Profile again with --cuda-graph-trace=node."
 def read(path: Path, step_range: str | None = None) -> list[Recording]:
     """A recording of each process that a GPU worked for, by process id.
 
-    Args:
-        path: the export.
-        step_range: ranges whose names begin like this mark steps, besides the known ones.
-
     Raises:
         TraceError: the file is damaged, is no export of Nsight Systems, or has nothing that a GPU did.
     """
@@ -88,7 +84,9 @@ class _Reader:
         self._marks = names.marks(step_range)
         self._database = database
         tables = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
-        self._columns = {name: self._columns_of(name) for (name,) in tables}
+        self._columns = {
+            name: {row[1] for row in database.execute(f'PRAGMA table_info("{name}")')} for (name,) in tables.fetchall()
+        }
         self._strings: dict[int, str] = {}
         self._builders: dict[int, Builder] = {}
         self._calls = Calls()
@@ -96,9 +94,6 @@ class _Reader:
         self._graphs: Counter[Builder] = Counter()  # launches of CUDA graphs
         self._unreadable = 0  # rows
         self._origin = 0
-
-    def _columns_of(self, table: str) -> set[str]:
-        return {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
 
     def read(self) -> list[Recording]:
         if not self._columns.keys() & set(TABLES):
@@ -108,8 +103,9 @@ class _Reader:
             )
         texts = self._rows("StringIds", "id", "value")
         self._strings = {row["id"]: row["value"] for row in texts if isinstance(row["value"], str)}
-        firsts = [self._first(table) for table in TABLES]
-        self._origin = min((first for first in firsts if first is not None), default=0)
+        with_times = [table for table in TABLES if "start" in self._columns.get(table, set())]
+        firsts = [self._database.execute(f'SELECT MIN(start) FROM "{table}"').fetchone()[0] for table in with_times]
+        self._origin = min((first for first in firsts if isinstance(first, int)), default=0)
         self._read_host()
         self._collectives = self._calls.resolved()
         self._read_device()
@@ -140,12 +136,6 @@ class _Reader:
                 yield values
             else:
                 self._unreadable += 1
-
-    def _first(self, table: str) -> int | None:
-        if "start" not in self._columns.get(table, set()):
-            return None
-        (first,) = self._database.execute(f'SELECT MIN(start) FROM "{table}"').fetchone()
-        return first if isinstance(first, int) else None
 
     def _time(self, nanoseconds: int) -> float:
         return (nanoseconds - self._origin) / 1e6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fastddp.tools.trace.names import LOADER
@@ -17,16 +17,11 @@ BY_ORDER = "The traces do not say which rank is which: ranks are counted in the 
 RANK = re.compile(r"rank[-_.=]?(\d{1,9})(?!\d)", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Numbered:
-    """Recordings by rank."""
-
-    ranks: tuple[tuple[int, Recording], ...]
-    notes: tuple[str, ...]  # on what was guessed, and left out
+Numbered = tuple[list[tuple[int, Recording]], tuple[str, ...]]
 
 
 def number(recordings: Sequence[Recording]) -> Numbered:
-    """Find out which recording is of which rank.
+    """Recordings by rank, and notes on what was guessed, and left out.
 
     Raises:
         TraceError: two are of one rank, or made by different recorders.
@@ -39,12 +34,12 @@ def number(recordings: Sequence[Recording]) -> Numbered:
         )
     kept, notes = _without_helpers(recordings)
     if all(recording.rank is not None for recording in kept):
-        return Numbered(_by_rank(kept), notes)
+        return _by_rank(kept), notes
     by_name = [_rank_in(recording.source) for recording in kept]
     if None in by_name or len(set(by_name)) < len(kept):
-        return Numbered(tuple(enumerate(kept)), (*notes, BY_ORDER))
+        return list(enumerate(kept)), (*notes, BY_ORDER)
     named = [replace(recording, rank=rank) for recording, rank in zip(kept, by_name, strict=True)]
-    return Numbered(_by_rank(named), (*notes, BY_NAME))
+    return _by_rank(named), (*notes, BY_NAME)
 
 
 def _without_helpers(recordings: Sequence[Recording]) -> tuple[list[Recording], tuple[str, ...]]:
@@ -72,7 +67,7 @@ def _rank_in(source: str) -> int | None:
     return int(found[0]) if len(found) == 1 else None
 
 
-def _by_rank(recordings: Sequence[Recording]) -> tuple[tuple[int, Recording], ...]:
+def _by_rank(recordings: Sequence[Recording]) -> list[tuple[int, Recording]]:
     by_rank: dict[int, Recording] = {}
     for recording in recordings:
         assert recording.rank is not None
@@ -83,4 +78,4 @@ def _by_rank(recordings: Sequence[Recording]) -> tuple[tuple[int, Recording], ..
                 "put each run into a folder of its own. Several cycles that a profiler recorded of a rank are several "
                 "runs: give each cycle a folder."
             )
-    return tuple(sorted(by_rank.items()))
+    return sorted(by_rank.items())

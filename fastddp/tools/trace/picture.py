@@ -24,15 +24,6 @@ MOST_RANKS = 8  # with bars; of more, only the shortest and the longest
 MOST_BARS = 3_000  # of a timeline, about two a pixel
 ROW, LANE = 0.3, 0.52  # inches a bar of the split, and a lane of a timeline
 AROUND = 0.75  # inches for title and axis of each part
-HEIGHTS: dict[What, float] = {
-    "forward": 0.8,
-    "compute": 0.6,
-    "copy": 0.6,
-    "wait": 0.8,
-    "pack": 0.6,
-    "unpack": 0.6,
-    "collective": 0.8,
-}  # in lanes, in the order in which they are drawn
 NARROWEST_NUMBER = 0.018  # share of the axis that a bucket's number needs
 
 
@@ -51,31 +42,30 @@ def write_picture(path: Path, reports: Sequence[Report]) -> None:
 
 def draw(reports: Sequence[Report]) -> Figure:
     """The figure."""
-    rows = split_rows(reports)
+    rows = _split_rows(reports)
     timelines = [
         (report, min(report.timelines, key=lambda timeline: timeline.rank)) for report in reports if report.timelines
     ]
     heights = [ROW * len(rows) + AROUND, *(LANE * len(timeline.lanes) + AROUND for _, timeline in timelines)]
     layout = ConstrainedLayoutEngine(h_pad=0.12, hspace=0.02)
     figure = Figure(figsize=(WIDTH, sum(heights) + 1.1), layout=layout, facecolor="white")
-    figure.suptitle(title(reports), fontsize=12.5, x=0.012, ha="left", fontweight="bold")
+    figure.suptitle(_title(reports), fontsize=12.5, x=0.012, ha="left", fontweight="bold")
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    draw_splits(axes[0], rows)
+    _draw_splits(axes[0], rows)
     length = max((timeline.length for _, timeline in timelines), default=0.0)
     for place, (report, timeline) in zip(axes[1:], timelines, strict=True):
-        draw_timeline(place, timeline, length)
+        _draw_timeline(place, timeline, length)
         name = f"{shortened(printable(report.name), 60)}: " if len(reports) > 1 else ""
         text = f"{name}the median step of rank {timeline.rank}, {ms(timeline.length)}"
         place.set_title(text[0].upper() + text[1:] if not name else text, loc="left", fontsize=11)
     if timelines:
         axes[-1].set_xlabel("milliseconds since the step began")
-        handles = legend([timeline for _, timeline in timelines])
+        handles = _legend([timeline for _, timeline in timelines])
         figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", frameon=False)
     return figure
 
 
-def title(reports: Sequence[Report]) -> str:
-    """What the picture shows, in a sentence or two."""
+def _title(reports: Sequence[Report]) -> str:
     if len(reports) == 1:
         sentences = headline(reports[0])
     else:
@@ -87,7 +77,7 @@ def title(reports: Sequence[Report]) -> str:
     return textwrap.fill(unbroken(sentences), 94)
 
 
-def split_rows(reports: Sequence[Report]) -> list[tuple[str, Split]]:
+def _split_rows(reports: Sequence[Report]) -> list[tuple[str, Split]]:
     """Label and split of each bar: several runs' means, or one run's mean and ranks."""
     if len(reports) > 1:
         return [(shortened(printable(report.name), 30), report.split) for report in reports]
@@ -100,8 +90,7 @@ def split_rows(reports: Sequence[Report]) -> list[tuple[str, Split]]:
     return [("mean", reports[0].split), *((f"rank {rank.rank}", rank.split) for rank in ranks)]
 
 
-def draw_splits(axes: Axes, rows: Sequence[tuple[str, Split]]) -> None:
-    """Stacked bars."""
+def _draw_splits(axes: Axes, rows: Sequence[tuple[str, Split]]) -> None:
     starts = [0.0] * len(rows)
     longest = max(split.step for _, split in rows)
     shown = shown_parts(split for _, split in rows)
@@ -122,10 +111,10 @@ def draw_splits(axes: Axes, rows: Sequence[tuple[str, Split]]) -> None:
     axes.legend(ncols=len(shown), loc="lower right", bbox_to_anchor=(1, 1), frameon=False, borderaxespad=0.1)
 
 
-def draw_timeline(axes: Axes, timeline: Timeline, length: float) -> None:
-    """The lanes of one step."""
+def _draw_timeline(axes: Axes, timeline: Timeline, length: float) -> None:
     drawn = thin(timeline, MOST_BARS).timeline.intervals
-    for what, height in HEIGHTS.items():
+    for what in colours.IN_DRAWING_ORDER:
+        height = 0.8 if what in colours.HIGH else 0.6  # lanes
         for lane in range(len(timeline.lanes)):
             bars = [interval for interval in drawn if interval.what == what and interval.lane == lane]
             axes.broken_barh(
@@ -147,14 +136,12 @@ def draw_timeline(axes: Axes, timeline: Timeline, length: float) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def legend(timelines: Sequence[Timeline]) -> list[Patch]:
-    """The kinds in the timelines."""
+def _legend(timelines: Sequence[Timeline]) -> list[Patch]:
     found = {interval.what for timeline in timelines for interval in timeline.intervals}
-    shown: dict[What, Patch] = {
-        "forward": Patch(color=colours.FORWARD, label="forward"),
-        "compute": Patch(color=colours.COMPUTE, label="compute"),
-        "copy": Patch(color=colours.COPY, label="copy"),
-        "wait": Patch(color=colours.BUCKETS[0], alpha=0.4, label="wait"),
-        "collective": Patch(color=colours.BUCKETS[0], label="collective, pack, unpack: in the colour of their bucket"),
-    }
-    return [patch for what, patch in shown.items() if what in found]
+    labels: dict[What, str] = {what: what for what in ("forward", "compute", "copy", "wait")}
+    labels["collective"] = "collective, pack, unpack: in the colour of their bucket"
+    return [
+        Patch(color=colours.of_interval(what, 0), alpha=0.4 if what == "wait" else 1, label=label)
+        for what, label in labels.items()
+        if what in found
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from fastddp.tools.trace.intervals import Floats, Integers, unite
 from fastddp.tools.trace.matching import Matched, match
 from fastddp.tools.trace.recording import Recording
 from fastddp.tools.trace.report import Idle
-from fastddp.tools.trace.split import communication_of, compute_of, copies_of, split_steps
+from fastddp.tools.trace.split import compute_of, moments_of, split_steps
 from fastddp.tools.trace.steps import DeviceClock, Steps, find_steps
 
 ALIGNED = (
@@ -31,7 +30,6 @@ class RankView:
     recording: Recording
     steps: Steps
     compute: Floats
-    communication: Floats
     splits: list[Split]  # a step each
     idle: Idle
     runs: Runs
@@ -58,13 +56,13 @@ def view(rank: int, recording: Recording, step_range: str | None = None) -> Rank
     """What one recording says; ``step_range``: as for :func:`~fastddp.tools.trace.steps.find_steps`."""
     clock = DeviceClock(recording)
     steps = find_steps(recording, clock, step_range)
-    compute, communication = compute_of(recording), communication_of(recording)
+    compute, communication = compute_of(recording), moments_of(recording.activities, "collective")
+    copies = moments_of(recording.activities, "copy")
     runs = runs_of(recording, steps)
     times = bucket_times(recording, steps, clock, runs, compute)
-    copies = copies_of(recording)
     splits = split_steps(compute, communication, copies, steps)
     idle = idle_of(recording, steps, unite([compute, communication, copies]))
-    return RankView(rank, recording, steps, compute, communication, splits, idle, runs, times)
+    return RankView(rank, recording, steps, compute, splits, idle, runs, times)
 
 
 def bring_together(views: list[RankView]) -> Together:
@@ -82,20 +80,20 @@ def bring_together(views: list[RankView]) -> Together:
     aligned = np.array(shifts)[:, None]
     collectives = replace(collectives, start=collectives.start + aligned, end=collectives.end + aligned)
 
-    def stacked(pick: Callable[[BucketTimes], np.ndarray], unknown: float | None = np.nan) -> np.ndarray:
+    def stacked(field: str, unknown: float | None = np.nan) -> np.ndarray:
         pairs = zip(views, chosen, strict=True)
-        return np.stack([_widened(pick(other.times)[own], buckets, unknown) for other, own in pairs])
+        return np.stack([_widened(getattr(other.times, field)[own], buckets, unknown) for other, own in pairs])
 
-    by_rank = np.array(shifts)[:, None, None]
     begin = np.stack([other.steps.start[own] for other, own in zip(views, chosen, strict=True)])
+    start, end, ready, half = (stacked(field) + aligned[:, None] for field in ("start", "end", "ready", "half"))
     return Together(
-        begin + by_rank[:, :, 0],
-        stacked(lambda times: times.start) + by_rank,
-        stacked(lambda times: times.end) + by_rank,
-        stacked(lambda times: times.ready) + by_rank,
-        stacked(lambda times: times.half) + by_rank,
-        stacked(lambda times: times.exposed, 0.0),
-        stacked(lambda times: times.last_parameter, None),
+        begin + aligned,
+        start,
+        end,
+        ready,
+        half,
+        stacked("exposed", 0.0),
+        stacked("last_parameter", None),
         collectives,
         tuple(other.compute + shift for other, shift in zip(views, shifts, strict=True)),
         notes,

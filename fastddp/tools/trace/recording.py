@@ -30,8 +30,6 @@ _ON_HOST: dict[str, Kind] = {
     "gather": "launch",
     "await": "wait",
 }
-# The kind of kernels launched in these ranges.
-_LAUNCHED_IN: dict[str, Kind] = {"pack": "pack", "unpack": "unpack"}
 # In NVTX these are starts and ends, which cross the ranges that threads push and pop. They launch nothing.
 _ACROSS = frozenset({"step", "window"})
 
@@ -114,8 +112,7 @@ class Builder:
     """Makes a recording from events in any order, in 60 bytes an activity."""
 
     def __init__(self) -> None:
-        self._lanes: dict[Hashable, int] = {}
-        self._lane_names: list[str] = []
+        self._lanes: dict[Hashable, tuple[int, str]] = {}  # number and name
         self._names: dict[str, int] = {}
         self._kind, self._lane, self._name = array("b"), array("i"), array("i")
         self._start, self._end = array("d"), array("d")
@@ -130,10 +127,7 @@ class Builder:
 
     def lane(self, key: Hashable, name: str) -> int:
         """The number of a thread or stream; the first name it gets stays."""
-        number = self._lanes.setdefault(key, len(self._lanes))
-        if number == len(self._lane_names):
-            self._lane_names.append(name)
-        return number
+        return self._lanes.setdefault(key, (len(self._lanes), name))[0]
 
     def add(
         self,
@@ -147,19 +141,7 @@ class Builder:
         sequence: int = NONE,
         about: Collective | None = None,
     ) -> None:
-        """Add an activity.
-
-        Args:
-            kind: what it is.
-            lane: of :meth:`lane`.
-            start: ms.
-            end: ms.
-            name: as recorded.
-            correlation: that of its launch.
-            size: bytes that go into a collective.
-            sequence: number of a collective in its group.
-            about: which collective it is.
-        """
+        """Add an activity; ``size``: bytes that go into a collective; ``sequence``: its number in its group."""
         if kind == "collective":
             number = self._collectives.setdefault(about or Collective(OTHER), len(self._collectives))
             self._facts[len(self._kind)] = (number, size, sequence)
@@ -215,7 +197,7 @@ class Builder:
             host,
             origin_ns,
             self.on_device,
-            tuple(self._lane_names),
+            tuple(name for _, name in self._lanes.values()),
             tuple(self._names),
             tuple(self._collectives),
             self._activities(),
@@ -256,22 +238,18 @@ class Builder:
 
     def _label(self, kind: NDArray[np.int8], ranges: Integers) -> None:
         """Kernels launched in pack and unpack get that kind."""
-        kinds = np.array([KINDS.index(self._label_of(range_)) for range_ in self._ranges] or [0], dtype=np.int8)
-        compute = (kind == KINDS.index("compute")) & (ranges != NONE)
-        kind[compute] = kinds[ranges[compute]]
-
-    @staticmethod
-    def _label_of(range_: NamedRange) -> Kind:
-        return _LAUNCHED_IN.get(range_.name.what, "compute") if range_.name else "compute"
+        compute = kind == KINDS.index("compute")
+        for what in ("pack", "unpack"):
+            those = [i for i, range_ in enumerate(self._ranges) if range_.name and range_.name.what == what]
+            kind[compute & np.isin(ranges, those)] = KINDS.index(what)
 
     def _launches(self, correlations: Integers) -> tuple[Floats, Integers]:
         """When each activity was launched, and in which range."""
         known = np.array(self._launch_correlation, dtype=np.int64)
         times, lanes = np.array(self._launch_time), np.array(self._launch_lane, dtype=np.int64)
         order = np.argsort(known, kind="stable")
-        launched = np.full(len(correlations), np.nan)
-        ranges = np.full(len(correlations), NONE)
-        if len(known) == 0 or len(correlations) == 0:
+        launched, ranges = np.full(len(correlations), np.nan), np.full(len(correlations), NONE)
+        if len(known) == 0:
             return launched, ranges
         place = order[np.minimum(np.searchsorted(known[order], correlations), len(known) - 1)]
         found = (correlations != NONE) & (known[place] == correlations)
@@ -283,15 +261,11 @@ class Builder:
         """The innermost range of fastddp that each lane is in at each time."""
         found = np.full(len(lanes), NONE)
         for lane in np.unique(lanes):
-            own = [i for i, range_ in enumerate(self._ranges) if range_.lane == lane and _may_launch(range_.name)]
-            moments, inside = _changes([(self._ranges[i].start, self._ranges[i].end, i) for i in own])
+            own = [(i, range_) for i, range_ in enumerate(self._ranges) if range_.lane == lane]
+            moments, inside = _changes([(r.start, r.end, i) for i, r in own if r.name and r.name.what not in _ACROSS])
             here = lanes == lane
             found[here] = inside[np.searchsorted(moments, times[here], side="right")]
         return found
-
-
-def _may_launch(name: Name | None) -> bool:
-    return name is not None and name.what not in _ACROSS
 
 
 def _changes(ranges: list[tuple[float, float, int]]) -> tuple[Floats, Integers]:

@@ -16,13 +16,12 @@ from fastddp.tools.trace.wording import headline, printable, setting
 def print_reports(reports: Sequence[Report], console: Console) -> None:
     """Print each run; then, if there are several, how the others differ from the first."""
     for report in reports:
-        print_report(report, console)
+        _print_report(report, console)
     if len(reports) > 1:
         console.print(for_screen(compare(reports)))
 
 
-def print_report(report: Report, console: Console) -> None:
-    """One run."""
+def _print_report(report: Report, console: Console) -> None:
     console.print(Text.assemble((printable(report.name), "bold"), f": {setting(report)}"))
     for warning in report.warnings:
         console.print(Text(f"Warning: {printable(warning)}", style="bold red"))

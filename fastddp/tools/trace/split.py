@@ -7,21 +7,9 @@ from dataclasses import astuple
 import numpy as np
 
 from fastddp.times.split import Split
-from fastddp.tools.trace.intervals import (
-    Floats,
-    difference,
-    intersection,
-    length_between,
-    union,
-    unite,
-)
+from fastddp.tools.trace.intervals import Floats, difference, intersection, length_between, union, unite
 from fastddp.tools.trace.recording import Activities, Kind, Recording
 from fastddp.tools.trace.steps import Steps
-
-
-def communication_of(recording: Recording) -> Floats:
-    """All moments in which a collective is under way."""
-    return _moments(recording.activities, "collective")
 
 
 def compute_of(recording: Recording) -> Floats:
@@ -32,26 +20,20 @@ def compute_of(recording: Recording) -> Floats:
     """
     activities = recording.activities
     by_lane = []
-    for lane in np.unique(activities.lane):
-        busy = _moments(activities, "compute", "pack", "unpack", among=activities.lane == lane)
-        by_lane.append(difference(busy, not_computing(activities, int(lane))))
+    for lane in np.unique(activities.lane).tolist():
+        busy = moments_of(activities, "compute", "pack", "unpack", lane=lane)
+        by_lane.append(difference(busy, not_computing(activities, lane)))
     return unite(by_lane)
-
-
-def copies_of(recording: Recording) -> Floats:
-    """All moments in which a device copies, or sets memory."""
-    return _moments(recording.activities, "copy")
 
 
 def not_computing(activities: Activities, lane: int) -> Floats:
     """All moments in which a thread is in a range that computes nothing."""
-    return _moments(activities, "wait", "launch", "collective", among=activities.lane == lane)
+    return moments_of(activities, "wait", "launch", "collective", lane=lane)
 
 
-def _moments(activities: Activities, *kinds: Kind, among: np.ndarray | None = None) -> Floats:
-    chosen = activities.of(*kinds)
-    if among is not None:
-        chosen &= among
+def moments_of(activities: Activities, *kinds: Kind, lane: int | None = None) -> Floats:
+    """All moments in which an activity of these kinds is under way; ``lane``: on this one only."""
+    chosen = activities.of(*kinds) & (True if lane is None else activities.lane == lane)
     return union(activities.start[chosen], activities.end[chosen])
 
 

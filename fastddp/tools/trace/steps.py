@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -110,12 +111,7 @@ def find_steps(recording: Recording, clock: DeviceClock, step_range: str | None 
     """Steps by the first of these marks in a trace: ``ProfilerStep#``, ``fastddp.step``, forwards of the wrapper.
 
     The profiler's steps are the user's. By the other marks, a step lasts from one moment to the next. What lies before
-    the first moment and after the last is left out.
-
-    Args:
-        recording: one rank's.
-        clock: of its device.
-        step_range: the name of the user's own ranges that are steps; it comes before all other marks.
+    the first moment and after the last is left out. The user's own ranges come before all marks (``step_range``).
 
     Raises:
         TraceError: there is no such range.
@@ -128,19 +124,17 @@ def find_steps(recording: Recording, clock: DeviceClock, step_range: str | None 
         if (number := range_.text.removeprefix(PROFILER_STEP)).isdecimal()
     }
     if profiled:
-        return _ranged("ProfilerStep#", tuple(profiled), True, tuple(profiled.values()), clock)
-    openings = [range_.start for range_ in recording.ranges_of("step")]
-    if len(openings) >= 2:
-        return _between("fastddp.step", openings, clock)
-    forwards = [range_.start for range_ in recording.ranges_named(FORWARD)]
-    if len(forwards) >= 2:
-        note = "Steps are counted from one forward of the wrapper to the next; several in a step count each."
-        return _between("forward", forwards, clock, (note,))
+        return _steps("ProfilerStep#", list(profiled), True, _ends(profiled.values()), clock)
+    note = "Steps are counted from one forward of the wrapper to the next; several in a step count each."
+    marks: tuple[tuple[StepMark, list[NamedRange], tuple[str, ...]], ...] = (
+        ("fastddp.step", recording.ranges_of("step"), ()),
+        ("forward", recording.ranges_named(FORWARD), (note,)),
+    )
+    for mark, ranges, notes in marks:
+        moments = [range_.start for range_ in ranges]
+        if len(moments) >= 2:
+            return _steps(mark, range(len(moments) - 1), False, list(pairwise(moments)), clock, notes)
     return _from_one(recording)
-
-
-def _between(mark: StepMark, openings: list[float], clock: DeviceClock, notes: tuple[str, ...] = ()) -> Steps:
-    return _steps(mark, range(len(openings) - 1), False, openings[:-1], openings[1:], clock, notes)
 
 
 def _own(name: str, recording: Recording, clock: DeviceClock) -> Steps:
@@ -158,14 +152,11 @@ def _own(name: str, recording: Recording, clock: DeviceClock) -> Steps:
     counted = [re.findall(r"\d+", range_.text[len(name) :]) for range_ in ranges]
     numbers = [int(number) for one in counted if len(one) == 1 for number in one]
     is_numbered = len(set(numbers)) == len(ranges)
-    return _ranged("--step-range", numbers if is_numbered else range(len(ranges)), is_numbered, ranges, clock)
+    return _steps("--step-range", numbers if is_numbered else range(len(ranges)), is_numbered, _ends(ranges), clock)
 
 
-def _ranged(
-    mark: StepMark, numbers: Sequence[int], numbered: bool, ranges: Sequence[NamedRange], clock: DeviceClock
-) -> Steps:
-    starts, ends = [range_.start for range_ in ranges], [range_.end for range_ in ranges]
-    return _steps(mark, numbers, numbered, starts, ends, clock)
+def _ends(ranges: Iterable[NamedRange]) -> list[tuple[float, float]]:
+    return [(range_.start, range_.end) for range_ in ranges]
 
 
 REMEDIES = {
@@ -194,11 +185,10 @@ def _steps(
     mark: StepMark,
     numbers: Sequence[int],
     numbered: bool,
-    starts: Sequence[float],
-    ends: Sequence[float],
+    on_host: Sequence[tuple[float, float]],
     clock: DeviceClock,
     notes: tuple[str, ...] = (),
 ) -> Steps:
-    begin = np.array([clock.begins(moment) for moment in starts], dtype=float)
-    end = np.array([clock.begins(moment) for moment in ends], dtype=float)
-    return Steps(mark, tuple(numbers), numbered, np.array(starts), np.array(ends), begin, end, notes)
+    host_start, host_end = np.array(on_host, dtype=float).T
+    start, end = np.array([[clock.begins(moment) for moment in step] for step in on_host], dtype=float).T
+    return Steps(mark, tuple(numbers), numbered, host_start, host_end, start, end, notes)

@@ -31,25 +31,15 @@ def waits(together: Together) -> Floats:
     return found
 
 
-def last_rank(waiting: Floats) -> tuple[int, int, float] | None:
-    """The rank that waits least in most steps: its index, how many steps, and how much longer the others wait."""
-    ranks, steps = waiting.shape
-    if ranks < 2 or steps == 0:
-        return None
+def describe_stragglers(ranks: list[int], waiting: Floats, step_ms: float) -> tuple[str, ...]:
+    """A sentence on a rank that waits least often, by enough to matter; ``step_ms``: the length of a step."""
+    steps = waiting.shape[1]
+    if len(ranks) < 2 or steps == 0:
+        return ()
     last = waiting.argmin(axis=0)
     rank, count = Counter(last.tolist()).most_common(1)[0]
     own = waiting[:, last == rank]
-    others = np.delete(own, rank, axis=0).mean(axis=0)
-    return rank, count, float(np.median(others - own[rank]))
-
-
-def describe_stragglers(ranks: list[int], waiting: Floats, step_ms: float) -> tuple[str, ...]:
-    """A sentence on a rank that is often last by enough to matter; ``step_ms``: the length of a step."""
-    found = last_rank(waiting)
-    if found is None:
-        return ()
-    rank, count, by = found
-    steps = waiting.shape[1]
+    by = float(np.median(np.delete(own, rank, axis=0).mean(axis=0) - own[rank]))
     if count < OFTEN * steps or by < MATTERS * step_ms:
         return ()
     last = f"Rank {ranks[rank]} is the last to join collectives in {count} of {steps} steps"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from fastddp.tools.trace.report import Interval, Timeline, What
 from fastddp.tools.trace.wording import plural, shortened
@@ -50,30 +51,15 @@ def merge(timeline: Timeline, pixel: float) -> Thinned:
         is_short = interval.what in MERGED and interval.end - interval.start < pixel
         (short if is_short else drawn).append(interval)
     merged = 0
-    for run in runs(short, pixel):
-        drawn.append(run[0] if len(run) == 1 else one(run))
+    short.sort(key=lambda interval: (interval.lane, interval.what, interval.start))
+    for _, of_pixel in groupby(short, lambda interval: (interval.lane, interval.what, interval.start // pixel)):
+        run = list(of_pixel)
+        drawn.append(run[0] if len(run) == 1 else _one(run))
         merged += len(run) if len(run) > 1 else 0
     return Thinned(replace(timeline, intervals=tuple(drawn)), merged, pixel)
 
 
-def runs(short: list[Interval], pixel: float) -> Iterator[list[Interval]]:
-    """Groups of intervals of one lane and kind that begin in the same pixel."""
-    short.sort(key=lambda interval: (interval.lane, interval.what, interval.start))
-    run: list[Interval] = []
-    before: tuple[int, What, float] | None = None
-    for interval in short:
-        key = (interval.lane, interval.what, interval.start // pixel)
-        if key != before and run:
-            yield run
-            run = []
-        run.append(interval)
-        before = key
-    if run:
-        yield run
-
-
-def one(run: Sequence[Interval]) -> Interval:
-    """The interval for a group."""
+def _one(run: Sequence[Interval]) -> Interval:
     longest = max(run, key=lambda interval: interval.end - interval.start)
     name = f"{len(run):,} short ones, the longest: {shortened(longest.name, 80)}"
     return Interval(run[0].lane, run[0].start, max(interval.end for interval in run), run[0].what, name)

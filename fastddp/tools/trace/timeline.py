@@ -59,18 +59,11 @@ def _pieces(
 
 def _bucket(view: RankView, activity: int, bucket_of_run: dict[int, int]) -> int | None:
     """Of a bucket's parameters, too."""
-    activities = view.recording.activities
+    recording, activities = view.recording, view.recording.activities
     launched_in = int(activities.range[activity])
-    if activity in bucket_of_run and not _is_gather(view, launched_in):
+    own_name = recording.names[activities.name[activity]]
+    name = parse(own_name) if launched_in == NONE else recording.ranges[launched_in].name
+    if activity in bucket_of_run and (name is None or name.what != "gather"):
         bucket = bucket_of_run[activity]
         return None if bucket == NONE else bucket
-    if launched_in != NONE:
-        name = view.recording.ranges[launched_in].name
-    else:
-        name = parse(view.recording.names[activities.name[activity]])
     return None if name is None else name.bucket
-
-
-def _is_gather(view: RankView, launched_in: int) -> bool:
-    name = None if launched_in == NONE else view.recording.ranges[launched_in].name
-    return name is not None and name.what == "gather"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -15,22 +15,14 @@ from fastddp.tools.trace.report import CollectiveReport
 
 
 def totals(views: Sequence[RankView], matched: Matched, world_size: int | None) -> tuple[CollectiveReport, ...]:
-    """A report of each kind, the most exposed first.
-
-    Args:
-        views: the ranks.
-        matched: their collectives, as found by :func:`~fastddp.tools.trace.matching.match`.
-        world_size: number of ranks of collectives whose group is not known.
-    """
+    """A report of each kind, the most exposed first; ``world_size``: of collectives whose group is not known."""
     kinds = {
         (view.runs.kinds[kind], bool(of_bucket))
         for view in views
         for kind, of_bucket in zip(view.runs.kind, view.runs.bucket != NONE, strict=True)
     }
-    speeds = [
-        _speeds(view, travelling, world_size)
-        for view, travelling in zip(views, _travelling(views, matched), strict=True)
-    ]
+    pairs = zip(views, _travelling(views, matched), strict=True)
+    speeds = [_speeds(view, travelling, world_size) for view, travelling in pairs]
     found = [_total(kind, of_buckets, views, speeds) for kind, of_buckets in kinds]
     return tuple(sorted((one for one in found if one), key=lambda one: (-one.exposed, -one.total, one.kind)))
 
@@ -39,9 +31,12 @@ def _total(kind: str, of_buckets: bool, views: Sequence[RankView], speeds: Seque
     """None: no step has any."""
     steps = sum(len(view.steps) for view in views)
     own = [_own(view, kind, of_buckets) for view in views]
-    durations = np.concatenate([(view.runs.end - view.runs.start)[mine] for view, mine in zip(views, own, strict=True)])
-    sizes = np.concatenate([view.runs.bytes[mine] for view, mine in zip(views, own, strict=True)])
-    speed = np.concatenate([of_rank[mine] for of_rank, mine in zip(speeds, own, strict=True)])
+
+    def of_kind(by_rank: Iterable[np.ndarray]) -> np.ndarray:
+        return np.concatenate([of_rank[mine] for of_rank, mine in zip(by_rank, own, strict=True)])
+
+    durations = of_kind(view.runs.end - view.runs.start for view in views)
+    sizes, speed = of_kind(view.runs.bytes for view in views), of_kind(speeds)
     speed = speed[np.isfinite(speed)]
     if not durations.size:
         return None
@@ -66,7 +61,7 @@ def _own(view: RankView, kind: str, of_buckets: bool) -> np.ndarray:
 
 def _exposed(view: RankView, kind: str, of_buckets: bool, own: np.ndarray) -> float:
     """Mean over the rank's steps. A bucket's exposed time is divided among its kinds of collectives by their counts."""
-    if not len(view.steps) or kind not in view.runs.kinds:
+    if kind not in view.runs.kinds:
         return 0.0
     if not of_buckets:
         return float(view.times.exposed_kinds[:, view.runs.kinds.index(kind)].mean())

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from fastddp.times.split import Split
 from fastddp.tools.trace.names import OF_NO_BUCKET
-from fastddp.tools.trace.report import BucketReport, CollectiveReport, RankReport, Report
+from fastddp.tools.trace.report import BucketReport, RankReport, Report
 
 UNKNOWN = "–"
 LONGEST_NAME = 40  # characters of a parameter's name in a table
@@ -90,12 +90,6 @@ def parameters(bucket: BucketReport) -> str:
     return " … ".join(dict.fromkeys(ends))
 
 
-def culprit(report: Report) -> BucketReport | None:
-    """The bucket with the most exposed communication, on the mean over ranks; None if no bucket has any."""
-    exposed = [bucket for bucket in report.buckets if bucket.exposed > 0]
-    return max(exposed, key=lambda bucket: (bucket.mean_exposed, bucket.exposed), default=None)
-
-
 def headline(report: Report) -> str:
     """A step in one or two sentences."""
     split = report.split
@@ -110,20 +104,17 @@ def headline(report: Report) -> str:
 
 
 def _blame(report: Report) -> str:
-    """What has the largest share of the exposed time."""
-    worst, other = culprit(report), other_culprit(report)
+    """What has the largest share of the exposed time, on the mean over ranks."""
+    exposed = [bucket for bucket in report.buckets if bucket.exposed > 0]
+    worst = max(exposed, key=lambda bucket: (bucket.mean_exposed, bucket.exposed), default=None)
+    others = [one for one in report.collectives if not one.of_buckets]
+    other = max(others, key=lambda one: one.exposed, default=None)
     if other and other.exposed > (worst.mean_exposed if worst else 0.0):
         whose = other.kind if other.kind in OF_NO_BUCKET else f"{other.kind} of no bucket"
         return f". The largest share is that of {whose}: {ms(other.exposed)}"
     if worst is None:
         return ""
     return f". The largest share is that of bucket {worst.bucket}: {ms(worst.mean_exposed)}"
-
-
-def other_culprit(report: Report) -> CollectiveReport | None:
-    """The kind of collectives outside buckets with the most exposed communication; None if none has any."""
-    found = [one for one in report.collectives if not one.of_buckets and one.exposed > 0]
-    return max(found, key=lambda one: one.exposed, default=None)
 
 
 def wrapper(report: Report) -> str:
@@ -148,11 +139,6 @@ def shown_parts(splits: Iterable[Split]) -> dict[str, str]:
     """The parts to show. Copies are left out if no split has any: on a CPU they are not known."""
     has_copies = any(split.copy for split in splits)
     return {field: name for field, name in PARTS.items() if field != "copy" or has_copies}
-
-
-def parts(split: Split) -> dict[str, float]:
-    """The times by their shown names, in order."""
-    return {name: getattr(split, field) for field, name in PARTS.items()}
 
 
 def collective_name(kind: str, of_buckets: bool) -> str:

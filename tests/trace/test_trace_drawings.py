@@ -1,4 +1,4 @@
-"""The page of a report: what stands in it, in which order, and that nothing from a file is more than text."""
+"""The page and the picture of a report: what stands in them, and that nothing from a file is more than text."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element, TreeBuilder
 
+import matplotlib
 import plotly.graph_objects as go
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
+from matplotlib.image import imread
 from plotly.offline import get_plotlyjs
 
 import trace_reports
+from fastddp.times.split import Split
 from fastddp.tools.trace import colours
+from fastddp.tools.trace.grids import bucket_grid, rank_grid
 from fastddp.tools.trace.page import MOST_BARS_OF_A_PAGE, page, write_page
-from fastddp.tools.trace.report import Report, Timeline
+from fastddp.tools.trace.picture import MOST_BARS, draw, write_picture
+from fastddp.tools.trace.report import Interval, Report, Timeline, What
+from fastddp.tools.trace.thinning import Thinned, merge, thin
 from fastddp.tools.trace.wording import headline
-
-WITHOUT_END = {"meta", "link", "img", "br", "hr", "input"}
 
 
 class Parser(HTMLParser):
@@ -32,7 +39,7 @@ class Parser(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tree.start(tag, {name: value or "" for name, value in attrs})
-        if tag in WITHOUT_END:
+        if tag in ("meta", "link", "img", "br", "hr", "input"):
             self.tree.end(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -42,13 +49,9 @@ class Parser(HTMLParser):
         self.tree.data(data)
 
 
-def html_of(*reports: Report) -> str:
-    return page(reports).replace(get_plotlyjs(), "")
-
-
 def parsed(*reports: Report) -> Element:
     parser = Parser()
-    parser.feed(html_of(*reports))
+    parser.feed(page(reports).replace(get_plotlyjs(), ""))
     return parser.tree.close()
 
 
@@ -80,15 +83,13 @@ def test_the_page_of_a_run_has_its_parts_in_their_order() -> None:
     assert split["data"][2]["x"] == [run.split.exposed, *(rank.split.exposed for rank in run.ranks)]
 
 
-def test_tables_have_a_row_for_each_bucket_with_its_colour_and_for_each_rank_with_its_file() -> None:
-    document = parsed(trace_reports.report(buckets=12, ranks=3))
-    _, *rows = table(document, 0)
-    assert [row[0] for row in rows] == [str(number) for number in range(12)]
-    assert rows[1][1:4] == ["blocks.2.weight … blocks.3.weight", "25.0 MiB", "float32"]
+def test_tables_have_a_row_for_each_bucket_with_its_colour_and_for_each_rank() -> None:
+    run = trace_reports.report(buckets=12, ranks=3)
+    document = parsed(run)
+    for number, grid in enumerate((bucket_grid(run), rank_grid(run))):
+        assert table(document, number)[1:] == [grid.cells(row) for row in grid.rows]
     swatches = [swatch.get("style") for swatch in next(document.iter("table")).iter("span")]
     assert swatches == [f"background:{colours.of_bucket(i)}" for i in range(12)]
-    ranks = [(row[0], row[-1]) for row in table(document, 1)]
-    assert ranks[1:] == [*((str(i), f"traces/rank{i}.json") for i in range(3)), ("mean", "–")]
 
 
 def test_what_a_trace_lacks_is_said() -> None:
@@ -126,12 +127,8 @@ def test_every_interval_is_drawn_on_its_lane_in_the_colour_of_its_bucket_and_sho
         (i.what, i.lane, round(i.start, 6), colours.of_interval(i.what, i.bucket)) for i in run.timelines[0].intervals
     }
     (text,) = (trace["hovertext"][1] for trace in traces if trace["name"] == "collective")
-    found = re.fullmatch(
-        r"<b>nccl\w+\(\)</b><br>collective of bucket 1, 25.0 MiB<br>starts at (.*) ms, takes (.*) ms", text
-    )
-    assert found is not None
-    shown = [float(number) for number in found.groups()]
-    assert shown == pytest.approx([run.buckets[1].start, run.buckets[1].duration], abs=1e-3)
+    times = f"starts at {run.buckets[1].start:.3f} ms, takes {run.buckets[1].duration:.3f} ms"
+    assert text == f"<b>ncclDevKernel_AllReduce_Sum_f32_RING_LL()</b><br>collective of bucket 1, 25.0 MiB<br>{times}"
 
 
 @pytest.mark.tier("nightly")
@@ -155,8 +152,7 @@ def test_plotly_knows_all_that_figures_say(reports: list[Report]) -> None:
 def test_what_comes_from_files_is_text_wherever_it_stands(tmp_path: Path, runs: int) -> None:
     document = parsed(*[trace_reports.evil()] * runs)
     clean = parsed(*[trace_reports.report(ranks=2, buckets=2)] * runs)
-    for tag in ("script", "b", "td", "li", "style"):
-        assert len(list(document.iter(tag))) == len(list(clean.iter(tag)))
+    assert [element.tag for element in document.iter()] == [element.tag for element in clean.iter()]
     shown = "<script>x()</script>\"'&amp;<b>$x$\ufffd\ufffd"
     assert all(shown in text for text in texts(document, "title") + texts(document, "li")[-1:])
     assert shown in table(document, -2)[1][1]
@@ -171,9 +167,92 @@ def test_a_page_asks_nobody_for_anything_and_runs_nothing_but_its_own_scripts() 
     document = parsed(trace_reports.report())
     for element in document.iter():
         assert not {"src", "href", "srcset", "action", "data", "poster", "ping"} & element.attrib.keys()
-    assert not re.findall(r"https?://|url\(|@import", html_of(trace_reports.report()))
+    html = page([trace_reports.report()]).replace(get_plotlyjs(), "")
+    assert not re.findall(r"https?://|url\(|@import", html)
     (policy,) = (meta.attrib["content"] for meta in document.iter("meta") if "http-equiv" in meta.attrib)
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules.keys() == {"default-src", "script-src", "style-src", "img-src"}
     assert rules["default-src"] == "'none'"
     assert re.fullmatch(r"'sha256-[\w+/]{43}=' 'sha256-[\w+/]{43}='", rules["script-src"])
+
+
+def labels(axes: Axes) -> list[str]:
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+def test_a_picture_is_a_png_that_fits_a_readme_and_names_are_no_formulas(tmp_path: Path) -> None:
+    name = r"$\frac{$ \x $$ <b> \ud800"
+    run = trace_reports.report(name, ranks=1)
+    evil = replace(run, timelines=(replace(run.timelines[0], lanes=(name, "\x00\ud800", "")),))
+    for runs in ([trace_reports.empty()], [trace_reports.report(ranks=4), evil]):
+        write_picture(tmp_path / "run.png", runs)
+        height, width, _ = imread(tmp_path / "run.png").shape
+        assert 1200 <= width <= 1600
+        assert height <= 1200
+    assert matplotlib.rcParams["text.parse_math"] is True  # for other pictures of the process
+    with pytest.raises(ValueError, match="needs a report"):
+        write_picture(tmp_path / "run.png", [])
+
+
+def test_one_run_shows_its_split_and_the_step_of_its_first_rank() -> None:
+    run = trace_reports.report(ranks=2)
+    figure = draw([replace(run, timelines=run.timelines[::-1])])
+    split, timeline = figure.axes
+    assert labels(split) == ["mean", "rank 0", "rank 1"]
+    exposed = [part.exposed for part in (run.split, run.ranks[0].split, run.ranks[1].split)]
+    assert [bar.get_width() for bar in split.containers[2]] == pytest.approx(exposed)
+    assert labels(timeline) == list(trace_reports.LANES)
+    assert timeline.get_title("left").startswith("The median step of rank 0, ")
+    assert figure.get_suptitle().startswith("A step takes")
+    drawn = {to_hex(colour) for bars in timeline.collections for colour in bars.get_facecolor()}
+    assert {colours.of_bucket(bucket) for bucket in range(6)} <= drawn
+    assert [text.get_text() for text in timeline.texts] == ["1", "2", "3", "4", "5"]  # bucket 0 is too short for one
+
+
+def test_several_runs_share_an_axis_and_show_their_means() -> None:
+    before, after = trace_reports.of_torch("before"), trace_reports.report("after", bandwidth=6.0)
+    split, *timelines = draw([before, after]).axes
+    assert labels(split) == ["before", "after"]
+    assert [axes.get_title("left").split(":")[0] for axes in timelines] == ["before", "after"]
+    assert timelines[0].get_xlim() == timelines[1].get_xlim()
+
+
+def test_of_many_ranks_the_shortest_and_the_longest_have_a_bar_and_a_long_timeline_is_thinned() -> None:
+    run = trace_reports.with_many_ranks(16, trace_reports.with_many_intervals(20_000))
+    ranks = tuple(replace(rank, split=Split(10 + rank.rank * 7 % 16, 1, 1, 1)) for rank in run.ranks)
+    split, timeline = draw([replace(run, ranks=ranks)]).axes
+    assert labels(split) == ["mean", "rank 0", "rank 9"]
+    drawn = sum(len(bars.get_paths()) for bars in timeline.collections if isinstance(bars, PolyCollection))
+    assert 100 < drawn <= MOST_BARS + 1
+
+
+# ------------------------------------------------------------------------------------------------------------- thinning
+
+
+def short(start: float, end: float, lane: int = 0, what: What = "compute") -> Interval:
+    return Interval(lane, start, end, what, f"{what} at {start}")
+
+
+def test_only_compute_shorter_than_a_pixel_is_merged_with_what_begins_in_its_pixel() -> None:
+    merged = (short(0.2, 0.3), short(0.1, 0.7), short(0.9, 1.6))
+    kept = (short(1.9, 2.1), short(3.1, 4.2), short(4.1, 4.2))
+    kept += (short(4.3, 4.4, what="copy"), short(4.5, 4.6, lane=1, what="copy"))
+    whats: tuple[What, ...] = ("pack", "collective", "unpack", "wait", "forward")
+    kept += tuple(short(5 + part, 5.1 + part, what=what) for what in whats for part in (0.1, 0.2))
+    thinned = merge(Timeline(0, 0, ("a", "b"), (*merged, *kept), 10.0), 1.0)
+    (new,) = set(thinned.timeline.intervals) - set(kept)
+    assert set(kept) < set(thinned.timeline.intervals)
+    assert (new.lane, new.start, new.end, new.what) == (0, 0.1, 1.6, "compute")
+    assert new.name == "3 short ones, the longest: compute at 0.9"
+    assert (thinned.merged, thinned.pixel) == (3, 1.0)
+
+
+def test_thousands_of_kernels_become_few_bars_that_say_what_they_are() -> None:
+    long = trace_reports.with_many_intervals(20_000)
+    thinned = thin(long, 1000)
+    assert len(thinned.timeline.intervals) == 1001
+    assert sum(interval.what == "collective" for interval in thinned.timeline.intervals) == 1
+    assert thinned.note.startswith("20,000 intervals of compute shorter than 100.0 µs are drawn together")
+    assert thin(long, 20_001) == Thinned(long)
+    lanes = tuple(replace(kernel, lane=lane) for lane in range(3) for kernel in long.intervals[:-1])
+    assert len(thin(replace(long, intervals=lanes), 900).timeline.intervals) == 900  # which lanes share
