@@ -291,6 +291,8 @@ def test_in_one_bucket_gradients_are_those_of_torchs_hook(rank: int, approximati
 def test_to_set_the_iteration_moves_the_start_of_compression(rank: int, iteration: int, compressed: int) -> None:
     """Compressed gradients have the rank that travels."""
     state = PowerSGDState(None, start_powerSGD_iter=6)
+    with pytest.raises(ValueError, match="iter is a number of synchronisations, not -1"):
+        state.iter = -1
     model = hooked(network(), state)
     for step in range(5):
         if step == 3:
