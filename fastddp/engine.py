@@ -30,7 +30,7 @@ from fastddp.module.replicas import agree_on, agree_on_order, check_same_model
 from fastddp.planning.delayed import Delayed
 from fastddp.planning.pinned_plan import PinnedPlan
 from fastddp.planning.planner import Planner
-from fastddp.ranks.averages import divides_first
+from fastddp.ranks.agreement import divides_first
 from fastddp.ranks.hierarchy import HierarchyArgument, find_hierarchy
 from fastddp.ranks.lanes import lanes_pay
 from fastddp.ranks.placement import reads_pay

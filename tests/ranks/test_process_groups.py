@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fake_cuda
 import fastddp
 from fastddp.ranks import groups, hierarchy, lanes, wire_memory
-from fastddp.ranks.averages import divides_first
+from fastddp.ranks.agreement import divides_first
 from fastddp.window.step_check import _ALL_STEPS
 from on_ranks import on_ranks
 from ranks import RankPool
