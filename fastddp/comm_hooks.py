@@ -223,9 +223,7 @@ def _power_sgd(state: PowerSGDState, batched: bool, wire: torch.dtype | None, of
     power_sgd.check(of_model.setting())
     state.belong_to(of_model.setting().names, of_model.setting().parameters)
     state.follow(
-        of_model.windows,
-        lambda: power_sgd.elements(of_model.setting()),
-        lambda: power_sgd.allocate(of_model.setting()),
+        of_model.windows, lambda: power_sgd.elements(of_model.setting()), lambda: power_sgd.allocate(of_model.setting())
     )
     return PowerSGDSchedule(state, AllReduce(state.process_group, wire), power_sgd, of_model.setting)
 

@@ -13,11 +13,7 @@ _KIND = "PowerSGD"
 
 
 def check_memory(
-    qs: Mapping[str, object],
-    errors: Mapping[str, object],
-    rank: int,
-    shapes: Shapes,
-    dtypes: Mapping[str, torch.dtype],
+    qs: Mapping[str, object], errors: Mapping[str, object], rank: int, shapes: Shapes, dtypes: Mapping[str, torch.dtype]
 ) -> None:
     """Raise ValueError unless these can be PowerSGD's Q and errors of parameters with these shapes and dtypes."""
     for name, q in qs.items():

@@ -89,9 +89,6 @@ def _made_of(_: dist.ProcessGroup) -> dict[str, Hierarchy]:
     return {}
 
 
-# ------------------------------------------------------------------------------------------------------- finding nodes
-
-
 # Note [Places in a node]
 # Ranks of several nodes exchange with each other if they have the same place in their nodes. A rank's place is its rank
 # in the node's group, which also says which run of a wire it has. Torch sorts the ranks of a group. So a mesh's columns

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fastddp
 from fastddp import comm_hooks
-from fastddp.comm_hooks import BlockState, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from fastddp.comm_hooks import BlockState, CompressState, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from hooks_by_name import HOOKS
 from on_ranks import on_ranks
 from ranks import RankPool
@@ -193,6 +193,7 @@ def test_statistics_count_the_elements_of_compressed_windows(rank: int) -> None:
         (BlockState, {"block_size": 64}, "block_size"),
         (BlockState, {"fp8": "e3m4"}, "fp8"),
         (BlockState, {"random_seed": -1}, "random_seed"),
+        (CompressState, {"accumulate": "fp16"}, '"fp32", "wire" or None, got \'fp16\''),
     ],
 )
 def test_settings_out_of_range_are_refused(make: Any, settings: dict[str, Any], message: str) -> None:
@@ -263,6 +264,7 @@ def test_what_would_fail_a_thousand_steps_later_is_refused_when_it_is_registered
     for words, module, state, hook in [
         ("PowerSGDState, not a builtins.NoneType", nn.Linear(2, 3), None, powerSGD_hook),
         ("not a builtins.int", nn.Linear(2, 3), 3, comm_hooks.int8_compress_hook),
+        ("None or a fastddp.comm_hooks.CompressState, not a", nn.Linear(2, 3), "x", comm_hooks.fp16_compress_hook),
         (r"weight \[3, 2\].*weight \[3, 4\]", nn.Linear(4, 3), others[0], powerSGD_hook),
         ("Make a new BlockState", nn.Linear(4, 3), others[1], comm_hooks.int8_compress_hook),
         ("dense tensor of float32, not torch.float64", network(), of_64_bits, powerSGD_hook),

@@ -153,11 +153,7 @@ TWO_AGENTS = ((0, 2), (0, 2), (1, 2), (1, 2))
         ((7, 7, 7, 7), TWO_AGENTS, OF_PAIRS),  # two agents on one machine are two nodes
         ((7, 7, 7, 7), None, [None] * 4),  # one node, or one rank on each, is one level
         ((7, 5, 3, 1), None, [None] * 4),
-        (
-            (7, 7, 7, 5),
-            None,
-            ["3 on that of rank 0, 1, 2; 1 on that of rank 3", "Start as many processes on each"],
-        ),
+        ((7, 7, 7, 5), None, ["3 on that of rank 0, 1, 2; 1 on that of rank 3", "Start as many processes on each"]),
         ((7, 5, 7, 7), TWO_AGENTS, ["counts rank 0, 1 to one node", "rank 1 is on another machine than rank 0"]),
     ],
 )

@@ -212,18 +212,6 @@ def test_scale_one_copies_every_bit_pattern(mover: str, dtype: torch.dtype) -> N
     assert torch.equal(bits(back), bits(gradient))
 
 
-@by_each
-def test_scale_is_applied_in_fp32_before_the_cast(mover: str) -> None:
-    # As fp16 the first would overflow; scaled first it fits. What the cast makes infinite was finite.
-    wire = torch.empty(2, dtype=torch.float16)
-    [(_, odd)] = MOVERS[mover](64).pack_measuring([torch.tensor([2.0**20, 2.0**30])], [wire], 1 / 64)
-    assert (wire.tolist(), odd) == ([2**14, math.inf], 0)
-    # A bf16 has 8 bits: 1 + 2^-8 would become 1 before it is tripled; 3 + 3 * 2^-8 becomes 3 + 2^-6.
-    wire = torch.empty(1, dtype=torch.bfloat16)
-    MOVERS[mover](64).pack([torch.tensor([1 + 2**-8])], [wire], 3.0)
-    assert wire.item() == 3 + 2**-6
-
-
 FLAT = [
     Spec((4, 5)),
     Spec((2, 3, 4, 5), parameter=(0, 2, 3, 1)),  # channels_last as its parameter
@@ -283,17 +271,13 @@ def test_alignment_hints_are_given_when_true_and_only_then() -> None:
 
 @by_each
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("numel", [0, 1, 16, 4095, 8200, 100_003])
-@pytest.mark.parametrize("shift", [0, 1])
-def test_measure(mover: str, dtype: torch.dtype, numel: int, shift: int) -> None:
+def test_measure(mover: str, dtype: torch.dtype) -> None:
     moves = MOVERS[mover](kernels.CHUNK_ELEMENTS)
-    values = torch.randn(numel + shift, generator=torch.Generator().manual_seed(numel)).to(dtype)[shift:]
+    for numel, shift in itertools.product((0, 1, 16, 4095, 8200, 100_003), (0, 1)):
+        values = torch.randn(numel + shift, generator=torch.Generator().manual_seed(numel)).to(dtype)[shift:]
+        check_measured(moves, [moves.measure(values)], [values])
+    values[3], values[5], values[7] = math.nan, math.inf, -math.inf
     check_measured(moves, [moves.measure(values)], [values])
-    if numel > 7:
-        values[3], values[5], values[7] = math.nan, math.inf, -math.inf
-        squares, odd = moves.measure(values)
-        assert odd == 3
-        assert not math.isfinite(squares)
 
 
 # --- What the C++ twin alone moves ---
