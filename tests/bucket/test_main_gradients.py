@@ -24,11 +24,8 @@ from ranks import RankPool
 ATTRIBUTES = pytest.mark.parametrize("attribute", ["grad", "main_grad"])
 
 
-def wrapped(
-    attribute: str = "grad", module: nn.Module | None = None, **options: Any
-) -> fastddp.DistributedDataParallel:
-    options = {"main_grads": attribute, **options}
-    return parts.wrapped(module or Parts(dtype=torch.bfloat16), **options)
+def wrapped(attribute: str = "grad", module: Any = None, **options: Any) -> fastddp.DistributedDataParallel:
+    return parts.wrapped(module or Parts(dtype=torch.bfloat16), **{"main_grads": attribute, **options})
 
 
 def constant(value: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -284,11 +281,8 @@ def test_an_optimizer_that_cannot_take_fp32_gradients_is_told_which_can(rank: in
         torch.optim.AdamW(parameters).step()
     with pytest.raises(RuntimeError, match="SGD with fused=True cannot step"):
         torch.optim.SGD(parameters, fused=True).step()
-    for optimizer in (
-        with_fp32_state,
-        *(torch.optim.SGD(parameters, momentum=0.9, foreach=foreach) for foreach in (False, True)),
-        *(getattr(torch.optim, kind)(parameters) for kind in TAKE_FP32),
-    ):
+    by_sgd = [torch.optim.SGD(parameters, momentum=0.9, foreach=foreach) for foreach in (False, True)]
+    for optimizer in (with_fp32_state, *by_sgd, *(getattr(torch.optim, kind)(parameters) for kind in TAKE_FP32)):
         optimizer.step()
 
 
@@ -305,8 +299,7 @@ def test_a_sharded_optimizer_may_be_fused_because_it_steps_fp32_copies(rank: int
 
 @on_ranks(1)
 def test_what_cannot_be_is_refused(rank: int) -> None:
-    wide: dict[str, Any] = {"main_grads": "grad"}
-    apart = {"main_grads": "main_grad"}
+    wide, apart = {"main_grads": "grad"}, {"main_grads": "main_grad"}
     sparse = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
     mixed = torch.nn.parallel.distributed._MixedPrecision(torch.bfloat16)
     module = Parts(dtype=torch.bfloat16)

@@ -117,7 +117,7 @@ def check(
     assert all(m.is_alone() for m in matrices)
 
 
-RANKS = (1, 2, 3, 4, 7, 8, 16, 32)
+RANKS = (1, 3, 4, 7, 16, 32)
 WINDOWS: list[Any] = [  # shapes of matrices with their ranks, and where they begin
     *([(*shape, rank) for rank in RANKS if rank <= max(1, min(shape))] for shape in SHAPES),
     *(pytest.param([(*shape, rank) for rank in RANKS if rank <= min(shape)], marks=NIGHTLY) for shape in LARGE),
@@ -145,7 +145,7 @@ def test_so_is_one_of_many_matrices_or_without_a_gradient_or_without_memory_or_a
     check(kernels, [(1, 1, 1), (5, 1, 1), (1, 37, 1), (33, 136, 3), (17, 130, 4), (70, 24, 2), (200, 8, 3)], dtype)
     check(kernels, [(21, 50, 5)], dtype, gradient=False)
     check(kernels, [(21, 50, 5)], dtype, memory=False)
-    for shift in range(1, 8):
+    for shift in (1, 2, 4, 7):
         check(kernels, [(17, 136, 2)], dtype, shift)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fastddp
 from fastddp import _C, comm_hooks
 from fastddp.comm_hooks import PowerSGDState
-from on_ranks import on_ranks
+from on_ranks import of_ranks, on_ranks
 from parts import Parts, local_input, wrapped
 from ranks import RankPool
 from releases import BACKWARD_HAS_CONTEXT
@@ -101,8 +101,10 @@ class TwoDtypes(nn.Module):
         return (self.single * x).sum() + (self.fp64 * x.double()).sum()
 
 
-def in_a_tick(rank: int, raises_in: int) -> tuple[int, Tensor]:
-    """Calls, and the last gradients and all Q; rank 0's fourth window, the second compressed one, fails."""
+@pytest.mark.parametrize("raises_in", [0, 1, 2, 3])
+@on_ranks(2)
+def test_factors_stay_equal_where_a_tick_cannot_send_all_it_has(rank: int, raises_in: int) -> None:
+    """Rank 0's fourth window, the second compressed one, fails."""
     faulty = Faulty(dist.group.WORLD)
     model = fastddp.DistributedDataParallel(TwoDtypes(), bucket_cap_mb=0)
     state = PowerSGDState(faulty, start_powerSGD_iter=2, min_compression_rate=0.1)
@@ -114,15 +116,9 @@ def in_a_tick(rank: int, raises_in: int) -> tuple[int, Tensor]:
             faulty.raises_in = raises_in
         backward(loss, fails=step == 3)
     tensors = [*(parameter.grad for parameter in model.parameters()), *state.qs.values()]
-    return faulty.calls, torch.cat([tensor.flatten().double() for tensor in tensors])
-
-
-@pytest.mark.parametrize("raises_in", [0, 1, 2, 3])
-def test_factors_stay_equal_where_a_tick_cannot_send_all_it_has(ranks: RankPool, raises_in: int) -> None:
-    (calls, ours), (other_calls, theirs) = ranks.run(in_a_tick, 2, raises_in)
-    assert calls == other_calls
-    assert ours.isfinite().all()
-    assert torch.equal(ours, theirs)
+    found = torch.cat([tensor.flatten().double() for tensor in tensors])
+    assert found.isfinite().all()
+    assert len(set(of_ranks((faulty.calls, *found.tolist())))) == 1
 
 
 class FailsAfterSending:

@@ -22,17 +22,6 @@ from fastddp.ranks import placement
 from fastddp.sharding.shards import Shards
 from nodes import Traffic, by_messages, by_reads, on_machines
 from on_ranks import on_ranks
-from ranks import RankPool
-
-CPU = torch.device("cpu")
-
-
-def asked(rank: int, machines: tuple[int, ...], blind: int | None) -> list[bool]:
-    """Which ranks this one may read; rank number ``blind`` cannot read anybody."""
-    cannot = mock.patch.object(_C, "has_bytes", return_value=False)
-    group = dist.new_group()
-    with on_machines(rank, machines), cannot if rank == blind else contextlib.nullcontext():
-        return [process != 0 for process in placement.processes_of(group, CPU)]
 
 
 @pytest.mark.parametrize(
@@ -44,10 +33,15 @@ def asked(rank: int, machines: tuple[int, ...], blind: int | None) -> list[bool]
     ],
     ids=["one machine", "two machines", "one rank cannot"],
 )
+@on_ranks(3)
 def test_ranks_of_a_machine_read_each_other_if_all_of_them_can(
-    ranks: RankPool, machines: tuple[int, ...], blind: int | None, may: list[list[bool]]
+    rank: int, machines: tuple[int, ...], blind: int | None, may: list[list[bool]]
 ) -> None:
-    assert ranks.run(asked, 3, machines, blind) == may
+    """``may``: which ranks each of them may read. Rank number ``blind`` cannot read anybody."""
+    cannot = mock.patch.object(_C, "has_bytes", return_value=False)
+    with on_machines(rank, machines), cannot if rank == blind else contextlib.nullcontext():
+        processes = placement.processes_of(dist.new_group(), torch.device("cpu"))
+    assert [process != 0 for process in processes] == may[rank]
 
 
 def test_a_number_that_means_another_process_is_noticed() -> None:
