@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,41 +28,30 @@ def interpreted(trial: Trial, make: Callable[[], Any]) -> list[str]:
     return [f"{found.path}: {found.differing}" for found in of_interpreter.run(CPU, trial=True) if found.differing]
 
 
-Trials = Callable[[], Iterator[tuple[Trial, Callable[[], Any]]]]
+OF_LOW_RANK = (codec_cases.compress, codec_cases.project, codec_cases.reconstruct)
+Trials = Iterable[tuple[Trial, Callable[[], Any]]]
 
 
-def of_pack() -> Iterator[tuple[Trial, Callable[[], Any]]]:
+def of(make: Callable[[], Any], *trials: Trial) -> Trials:
+    return [(trial, make) for trial in trials]
+
+
+def of_pack() -> Trials:
     """A dtype each: which paths a kernel has does not depend on it, but for fp64, which is measured in fp64."""
-    yield kernel_cases.pack(FP64, FP64), Pack
-    yield kernel_cases.pack_measuring(BF16, BF16), Pack
-    yield kernel_cases.unpack(FP64, FP64), Pack
-    yield kernel_cases.unpack(FP16, FP32), Pack
-    yield kernel_cases.measure(BF16), Pack
-    yield kernel_cases.measure_gradients(FP64), Pack
+    yield from of(Pack, kernel_cases.pack(FP64, FP64), kernel_cases.pack_measuring(BF16, BF16))
+    yield from of(Pack, kernel_cases.unpack(FP64, FP64), kernel_cases.unpack(FP16, FP32))
+    yield from of(Pack, kernel_cases.measure(BF16), kernel_cases.measure_gradients(FP64))
 
 
-def of_low_rank() -> Iterator[tuple[Trial, Callable[[], Any]]]:
-    for make in (codec_cases.compress, codec_cases.project, codec_cases.reconstruct):
-        yield make(FP16, 4), LowRank
-
-
-def of_orthogonalise() -> Iterator[tuple[Trial, Callable[[], Any]]]:
-    yield codec_cases.orthogonalise(32), LowRank
-
-
-def of_block8() -> Iterator[tuple[Trial, Callable[[], Any]]]:
+def of_block8() -> Trials:
     """All cases with one format; of the others one each, for how numbers are rounded."""
-    for trial in (codec_cases.encode(BF16, "int8", 256, False), codec_cases.decode(FP16, "int8", 256)):
-        yield trial, lambda: Block8("int8", 256)
     add = codec_cases.add("int8", 256, False)  # each place of errors once, since the interpreter takes long
-    yield dataclasses.replace(add, cases=[add.cases[0], add.cases[3], add.cases[4]]), lambda: Block8("int8", 256)
+    few = dataclasses.replace(add, cases=[add.cases[0], add.cases[3], add.cases[4]])
+    both = codec_cases.encode(BF16, "int8", 256, False), codec_cases.decode(FP16, "int8", 256)
+    yield from of(functools.partial(Block8, "int8", 256), *both, few)
     for number, drawn in (("int8", True), ("e4m3", True), ("e5m2", False)):
         for trial in (codec_cases.encode(FP16, number, 128, drawn), codec_cases.decode(BF16, number, 128)):
             yield dataclasses.replace(trial, cases=trial.cases[-1:]), functools.partial(Block8, number, 128)
-
-
-def of_sums() -> Iterator[tuple[Trial, Callable[[], Any]]]:
-    yield kernel_cases.sum_shards(FP16), Sums
 
 
 NEVER_ASKED = (
@@ -79,14 +68,14 @@ NEVER_ASKED = (
     ("trials", "names"),
     [
         (of_pack, ["pack_kernels"]),
-        (of_low_rank, ["low_rank_kernels"]),
-        (of_orthogonalise, ["orthogonalise_kernels"]),
+        (lambda: of(LowRank, *(make(FP16, 4) for make in OF_LOW_RANK)), ["low_rank_kernels"]),
+        (lambda: of(LowRank, codec_cases.orthogonalise(32)), ["orthogonalise_kernels"]),
         (of_block8, ["block8_kernels", "block8_numbers"]),
-        (of_sums, ["sum_shards_kernels"]),
+        (lambda: of(Sums, kernel_cases.sum_shards(FP16)), ["sum_shards_kernels"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_each_branch_of_a_kernel_is_taken_and_each_mask_decides(trials: Trials, names: list[str]) -> None:
+def test_each_branch_of_a_kernel_is_taken_and_each_mask_decides(trials: Callable[[], Trials], names: list[str]) -> None:
     with deciding(FOLDER) as decided:
         assert {trial.what: wrong for trial, make in trials() if (wrong := interpreted(trial, make))} == {}
     for name in names:
