@@ -147,6 +147,7 @@ def on_more_ranks(rank: int, states: list[dict[str, Any]]) -> tuple[bool, str]:
         training.state.load_state_dict(states[min(rank, 1)])
     errors = states[min(rank, 1)]["errors"].get(f"rank {rank}", {})
     assert all(torch.equal(error, training.state.errors[name]) for name, error in errors.items())
+    assert all(name in errors or not error.any() for name, error in training.state.errors.items())
     training.run(3, 4)
     return bool(errors), str(warned[0].message)
 
