@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +226,7 @@ BAD: list[tuple[Callable[..., object], tuple[Any, ...], str]] = [
     (pack, ("pack", torch.float32, torch.int32), "the wire has dtype torch.int32"),
     (pack, ("unpack", torch.float64, torch.float32), "fp64 travels only as fp64"),
     (pack, ("pack", torch.float32, torch.float64), "fp64 travels only as fp64"),
+    *((partial(pack, chunk_elements=n), ("pack", torch.float32, torch.float32), "power of two") for n in (0, 48)),
     (low_rank, (torch.float64, 4), "supported are torch"),
     (low_rank, (torch.float32, 0), "the rank is 0; supported are 1 to 32"),
     (low_rank, (torch.float32, 33), "the rank is 33; supported are 1 to 32"),
@@ -240,12 +241,6 @@ def test_what_is_not_compiled(compile_: Callable[..., object], arguments: tuple[
     with pytest.raises(ValueError, match=message):
         compile_(*arguments, 90)
     assert compile_ is not pack or not moves(*arguments[1:])
-
-
-@pytest.mark.parametrize("elements", [0, 48])
-def test_a_chunk_is_a_power_of_two(elements: int) -> None:
-    with pytest.raises(ValueError, match="power of two"):
-        ahead_of_time.compile_pack("pack", torch.float32, torch.float32, 90, elements)
 
 
 def other_triton(release: str) -> Path:

@@ -126,8 +126,6 @@ def test_the_process_group_can_be_replaced(rank: int) -> None:
             assert model.module.weight.grad.item() == 2.0
 
 
-# ------------------------------------------------------------------------------------------- groups that fastddp makes
-
 CUDA = torch.device("cuda", 0)
 MODEL = [4, 5, 6, 7]
 """The ranks of the model's group, of a job of eight."""
