@@ -33,7 +33,7 @@ from fastddp.compression.block8 import Block8, Block8Schedule, BlockState, Numbe
 from fastddp.compression.power_sgd import PowerSGD, PowerSGDState
 from fastddp.compression.power_sgd_agreement import PowerSGDSchedule
 from fastddp.errors import see
-from fastddp.exchange.descriptions import AllReduce, CompressState, Exchange, Noop, PythonHook, Schedule, Setting
+from fastddp.exchange.descriptions import AllReduce, CompressState, Exchange, Noop, PythonHook, Schedule
 from fastddp.exchange.of_model import OfModel
 from fastddp.ranks.listing import names_near
 
@@ -92,12 +92,7 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     return _CompressWrapper(hook, torch.bfloat16, "bf16_compress_wrapper_hook")
 
 
-_BY_NAME: dict[str, Callable[[], tuple[object, Hook]]] = {
-    "fp16": lambda: (None, fp16_compress_hook),
-    "bf16": lambda: (None, bf16_compress_hook),
-    "int8": lambda: (None, int8_compress_hook),
-    "fp8": lambda: (None, fp8_compress_hook),
-}
+_BY_NAME = ("fp16", "bf16", "int8", "fp8")
 _POWERSGD = re.compile(r"powersgd([1-9]|[12]\d|3[0-2])")
 HOOK_NAMES = (*_BY_NAME, "powersgdN")
 
@@ -112,7 +107,7 @@ def hook_named(name: str) -> tuple[object, Hook]:
         ValueError: there is no such name.
     """
     if name in _BY_NAME:
-        return _BY_NAME[name]()
+        return None, globals()[f"{name}_compress_hook"]
     powersgd = _POWERSGD.fullmatch(name) if isinstance(name, str) else None
     if powersgd is None:
         raise ValueError(
@@ -140,7 +135,7 @@ def schedule(state: object, hook: Hook, of_model: OfModel) -> Schedule:
         ValueError: the annotations of ``hook`` name other types than a hook has.
     """
     check_hook(hook)
-    native = _native(state, hook, None, of_model.windows, of_model.setting)
+    native = _native(state, hook, None, of_model)
     if native is not None:
         return native
     python_hook = PythonHook(state, hook)
@@ -149,39 +144,37 @@ def schedule(state: object, hook: Hook, of_model: OfModel) -> Schedule:
 
 def is_all_reduce(hook: object) -> bool:
     """Whether ``hook`` is one allreduce a bucket in every window, of gradients as they are or cast."""
-    while isinstance(hook, _CompressWrapper):
-        hook = hook.hook
-    return hook in (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
+    return _unwrapped(hook) in tuple(_WIRES)  # which asks for no hash
 
 
 def check_hook_between_nodes(hook: object) -> None:
     """Raise ValueError if ``hook`` has levels of its own, which average over some of the ranks in some windows."""
-    while isinstance(hook, _CompressWrapper):
-        hook = hook.hook
-    if hook is post_localSGD_hook:
+    if _unwrapped(hook) is post_localSGD_hook:
         raise ValueError(
             "post_localSGD_hook averages over groups of its own, those of each node for example, and hierarchy= over "
             "all ranks in two levels. Use one or the other." + see("FD028")
         )
 
 
-def _native(
-    state: object, hook: Hook, wire: torch.dtype | None, windows: Callable[[], int], setting: Callable[[], Setting]
-) -> Schedule | None:
+def _unwrapped(hook: object) -> object:
+    return _unwrapped(hook.hook) if isinstance(hook, _CompressWrapper) else hook
+
+
+def _native(state: object, hook: Hook, wire: torch.dtype | None, of_model: OfModel) -> Schedule | None:
     if isinstance(hook, _CompressWrapper):
-        return _native(state, hook.hook, wire or hook.dtype, windows, setting)
+        return _native(state, hook.hook, wire or hook.dtype, of_model)
     if hook in _WIRES:
         all_reduce = _all_reduce(state, hook, _WIRES[hook] or wire)
         return lambda window: all_reduce
     if hook is noop_hook and wire is None:  # a cast to 16 bits and back would change the gradients
         return lambda window: Noop()
     if hook is post_localSGD_hook and isinstance(state, PostLocalSGDState):
-        return _local_sgd(state, wire, windows)
+        return _local_sgd(state, wire, of_model)
     if hook in (int8_compress_hook, fp8_compress_hook):
-        return _block8(state, hook, wire, windows, setting)
+        return _block8(state, hook, wire, of_model)
     if isinstance(state, PowerSGDState) and (hook in _TORCHS_POWER_SGD or hook in _TORCHS_POWER_SGD.values()):
         batched = hook in (batched_powerSGD_hook, _torchs_batched_power_sgd)
-        return _power_sgd(state, batched, wire, windows, setting)
+        return _power_sgd(state, batched, wire, of_model)
     if hook in _TORCHS_POWER_SGD and not isinstance(state, TorchPowerSGDState):
         raise TypeError(_not_a(PowerSGDState, hook, state) + see("FD035"))
     return None
@@ -195,9 +188,7 @@ def _all_reduce(state: object, hook: Hook, wire: torch.dtype | None) -> AllReduc
     raise TypeError(_not_a(CompressState, hook, state) + see("FD035"))
 
 
-def _block8(
-    state: object, hook: Hook, wire: torch.dtype | None, windows: Callable[[], int], setting: Callable[[], Setting]
-) -> Schedule:
+def _block8(state: object, hook: Hook, wire: torch.dtype | None, of_model: OfModel) -> Schedule:
     if wire is not None:
         raise ValueError(
             f"{hook.__name__} sends 8 bits already: register it without a wrapper that casts." + see("FD037")
@@ -206,13 +197,13 @@ def _block8(
         state = BlockState(state)
     if not isinstance(state, BlockState):
         raise TypeError(_not_a(BlockState, hook, state) + see("FD035"))
-    state.belong_to(setting().names, setting().parameters, windows)
+    state.belong_to(of_model)
     number: Number = "int8" if hook is int8_compress_hook else state.fp8
-    return Block8Schedule(Block8(state, number), setting)
+    return Block8Schedule(Block8(state, number), of_model.setting)
 
 
-def _local_sgd(state: PostLocalSGDState, wire: torch.dtype | None, windows: Callable[[], int]) -> Schedule:
-    first = windows() - state.iter  # number of the window that is the state's iteration 0
+def _local_sgd(state: PostLocalSGDState, wire: torch.dtype | None, of_model: OfModel) -> Schedule:
+    first = of_model.windows() - state.iter  # number of the window that is the state's iteration 0
 
     def exchange(window: int) -> Exchange:
         state.iter = min(window - first, state.start_localSGD_iter)
@@ -227,19 +218,14 @@ def _local_sgd(state: PostLocalSGDState, wire: torch.dtype | None, windows: Call
     return exchange
 
 
-def _power_sgd(
-    state: PowerSGDState,
-    batched: bool,
-    wire: torch.dtype | None,
-    windows: Callable[[], int],
-    setting: Callable[[], Setting],
-) -> Schedule:
+def _power_sgd(state: PowerSGDState, batched: bool, wire: torch.dtype | None, of_model: OfModel) -> Schedule:
     power_sgd = PowerSGD(state, batched, wire)
-    power_sgd.check(setting())
-    state.belong_to(setting().names, setting().parameters)
-    plain = AllReduce(state.process_group, wire)
-    state.follow(windows, lambda: power_sgd.elements(setting()), lambda: power_sgd.allocate(setting()))
-    return PowerSGDSchedule(state, plain, power_sgd, setting)
+    power_sgd.check(of_model.setting())
+    state.belong_to(of_model.setting().names, of_model.setting().parameters)
+    state.follow(
+        of_model.windows, lambda: power_sgd.elements(of_model.setting()), lambda: power_sgd.allocate(of_model.setting())
+    )
+    return PowerSGDSchedule(state, AllReduce(state.process_group, wire), power_sgd, of_model.setting)
 
 
 def int8_compress_hook(

@@ -30,7 +30,7 @@ from fastddp.planning.bucket_plan import Buckets, become_complete_in_order, plan
 from fastddp.planning.delayed import Delayed
 from fastddp.planning.pinned_plan import PinnedPlan
 from fastddp.planning.planner import Planner
-from fastddp.ranks.averages import divides_first
+from fastddp.ranks.agreement import divides_first
 from fastddp.ranks.hierarchy import HierarchyArgument, find_hierarchy
 from fastddp.ranks.lanes import lanes_pay
 from fastddp.ranks.placement import reads_pay

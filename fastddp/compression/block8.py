@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -21,9 +20,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.compression.saved_state import SavedState, Shapes, check_name, check_tensor, describe, refuse
+from fastddp.compression.saved_state import (
+    SavedState,
+    Shapes,
+    check_model,
+    check_name,
+    check_tensor,
+    refuse,
+    warn_of_ranks,
+)
 from fastddp.errors import see
-from fastddp.exchange.descriptions import Exchange, Setting, Spans
+from fastddp.exchange.descriptions import Exchange, Pipelined, Setting, Spans
+from fastddp.exchange.of_model import OfModel
 from fastddp.kernel_loading.launching import load_block8_kernels
 from fastddp.ranks.agreement import difference, gather_numbers
 
@@ -121,18 +129,15 @@ class BlockState:
 
     # -------------------------------------------------------------------------------------------------- whose it is
 
-    def belong_to(self, names: Sequence[str], parameters: Sequence[Tensor], windows: Callable[[], int]) -> None:
-        """Use the state for these parameters. ``windows`` counts the model's synchronisations.
+    def belong_to(self, of_model: OfModel) -> None:
+        """Use the state for the parameters of this model, and count its synchronisations.
 
         Raises:
             ValueError: the state belongs to another model.
         """
+        names, parameters, windows = of_model.setting().names, of_model.setting().parameters, of_model.windows
         model = {name: tuple(parameter.shape) for name, parameter in zip(names, parameters, strict=True)}
-        if self._model and self._model != model:
-            raise ValueError(
-                f"This BlockState belongs to a model with {describe(self._model, model)}; the model it was given to "
-                f"has {describe(model, self._model)}. Make a new BlockState for each model." + see("FD035")
-            )
+        check_model(self, self._model, model)
         iterations = self.iter  # counted with the model before
         self._model = model
         self._complex = {name for name, parameter in zip(names, parameters, strict=True) if parameter.is_complex()}
@@ -148,7 +153,8 @@ class BlockState:
         wanted = self._whole() if spans is None else spans
         if wanted == self._spans:
             return
-        known = self._known()
+        errors = enumerate(self._errors.of_parameters)
+        known = {number: _Error(*self._spans[number], error) for number, error in errors if error is not None}
         self._spans = wanted
         self._errors.of_parameters = [
             self._of_span(number, name, known.get(number)) for number, name in enumerate(self._model)
@@ -160,11 +166,6 @@ class BlockState:
     def _numbers(self, name: str) -> int:
         """Of each element of the parameter's gradient: two of a complex one."""
         return 2 if name in self._complex else 1
-
-    def _known(self) -> dict[int, _Error]:
-        """The errors by number of the parameter."""
-        errors = enumerate(self._errors.of_parameters)
-        return {number: _Error(*self._spans[number], error) for number, error in errors if error is not None}
 
     def _of_span(self, number: int, name: str, known: _Error | None) -> Tensor | None:
         """The error of the span that this rank exchanges, taken from the error of any span; None: none is known."""
@@ -191,10 +192,6 @@ class BlockState:
         """
         if self.error_feedback:
             self._make_errors()
-        return self.saved()
-
-    def saved(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, with existing errors only, so none of parameters that never travelled in 8 bits."""
         group = self._group()
         return {
             "format": FORMAT,
@@ -226,11 +223,7 @@ class BlockState:
         spans = saved.of_rank("spans", group.rank()) or {}
         loaded = {name: self._checked(name, error, spans.get(name), shapes) for name, error in (errors or {}).items()}
         if self.error_feedback and (world_size != group.size() or errors is None):
-            warnings.warn(
-                f"Errors of 8-bit gradients were saved on {world_size} ranks and are loaded on {group.size()}: rank "
-                f"{group.rank()} {'begins with none' if errors is None else 'takes those of its number'}.",
-                stacklevel=2,
-            )
+            warn_of_ranks("Errors of 8-bit gradients", world_size, group, errors is not None)
         self._model = shapes
         if not self._spans:
             self._spans = self._whole()
@@ -301,13 +294,11 @@ class BlockState:
 
 
 @dataclass(frozen=True, eq=False)
-class Block8:
+class Block8(Pipelined):
     """The exchange. Each registered hook has one object, which is equal only to itself."""
 
     state: BlockState
     number: Number
-    is_pipelined: ClassVar[bool] = True
-    takes_whole_parameters: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
@@ -360,15 +351,10 @@ class Block8Schedule:
 
     def _compare(self) -> None:
         state, setting = self._exchange.state, self._setting()
-        told = {
-            "number": float(_NUMBERS.index(self._exchange.number)),
-            "block_size": float(state.block_size),
-            "error_feedback": float(state.error_feedback),
-            "stochastic_rounding": float(state.stochastic_rounding),
-            "random_seed": float(state.random_seed),
-        }
-        by_rank = gather_numbers([*told.values()], self._exchange.group(setting), setting.device)
-        found = difference([*told], by_rank)
+        names = ("block_size", "error_feedback", "stochastic_rounding", "random_seed")
+        told = [_NUMBERS.index(self._exchange.number), *(float(getattr(state, name)) for name in names)]
+        by_rank = gather_numbers(told, self._exchange.group(setting), setting.device)
+        found = difference(["number", *names], by_rank)
         if found is not None:
             raise RuntimeError(
                 f"Ranks compress gradients in different ways: {found} (numbers are {', '.join(_NUMBERS)}). Register "

@@ -21,15 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.compression.power_sgd_loading import FORMAT, check_memory, checked
-from fastddp.compression.saved_state import describe, replace
+from fastddp.compression.power_sgd_loading import check_memory
+from fastddp.compression.saved_state import SavedState, check_model, replace, warn_of_ranks
 from fastddp.errors import see
-from fastddp.exchange.descriptions import Setting
+from fastddp.exchange.descriptions import Pipelined, Setting
 from fastddp.exchange.two_level import for_shards
 from fastddp.kernel_loading.launching import load_kernels, load_low_rank_kernels
 
 logger = logging.getLogger("fastddp.power_sgd")
 
+FORMAT = 1
 MOST_VECTORS = 32
 _COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -125,9 +126,6 @@ class PowerSGDState:
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements before compression, elements after it) over all compressed steps."""
         self._catch_up()
-        return self._compression_stats()
-
-    def _compression_stats(self) -> tuple[float, int, int]:
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0), before, after
 
@@ -150,10 +148,7 @@ class PowerSGDState:
         self.was_changed = True
 
     def follow(
-        self,
-        windows: Callable[[], int],
-        elements: Callable[[], tuple[int, int]],
-        allocate: Callable[[], object],
+        self, windows: Callable[[], int], elements: Callable[[], tuple[int, int]], allocate: Callable[[], object]
     ) -> None:
         """From now on, count a model's synchronisations as iterations.
 
@@ -164,12 +159,15 @@ class PowerSGDState:
         """
         self._catch_up()
         self._windows, self._seen, self._elements, self._allocate = windows, windows(), elements, allocate
-        if self._forget_torchs_memory():
+        memories = (self.error_dict, self.p_memory_dict, self.q_memory_dict)
+        if any(memories):
             warnings.warn(
                 "What torch's PowerSGD hook remembered in this state, by bucket, is of no use to fastddp's: errors and "
                 "Q begin anew. Iterations are counted on.",
                 stacklevel=2,
             )
+        for memory in memories:
+            memory.clear()
 
     def _catch_up(self) -> None:
         if self._windows is None or self._elements is None:
@@ -184,7 +182,7 @@ class PowerSGDState:
         self.total_numel_before_compression += compressed * before
         self.total_numel_after_compression += compressed * after
         if self._iter >= self.next_stats_report:
-            rate, before, after = self._compression_stats()
+            rate, before, after = self.compression_stats()
             logger.info(
                 "PowerSGD, iteration %d: %d elements became %d, a rate of %.1f", self._iter, before, after, rate
             )
@@ -205,14 +203,6 @@ class PowerSGDState:
             self._catch_up()
             self._iter += 1
 
-    def _forget_torchs_memory(self) -> bool:
-        """Drop the memory of torch's hook, and return whether there was any."""
-        memories = (self.error_dict, self.p_memory_dict, self.q_memory_dict)
-        had_one = any(memories)
-        for memory in memories:
-            memory.clear()
-        return had_one
-
     # ------------------------------------------------------------------------------------------------- the memory
 
     def belong_to(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
@@ -222,11 +212,7 @@ class PowerSGDState:
             ValueError: the state belongs to another model, or to other dtypes.
         """
         model = {name: tuple(parameter.shape) for name, parameter in zip(names, parameters, strict=True)}
-        if self._model and self._model != model:
-            raise ValueError(
-                f"This PowerSGDState belongs to a model with {describe(self._model, model)}; the model it was given "
-                f"to has {describe(model, self._model)}. Make a new PowerSGDState for each model." + see("FD035")
-            )
+        check_model(self, self._model, model)
         dtypes = {name: parameter.dtype for name, parameter in zip(names, parameters, strict=True)}
         check_memory(self.qs, self.errors, self.matrix_approximation_rank, model, dtypes)
         self._model, self._dtypes = model, dtypes
@@ -297,24 +283,29 @@ class PowerSGDState:
             ValueError: the state is of another model, matrix_approximation_rank or format; or it names a part that is
                 missing, of another type, dtype or shape, or a number out of its range. Nothing has been changed.
         """
-        rank, world_size = self._group().rank(), self._group().size()
-        saved = checked(state, self.matrix_approximation_rank, self._model, self._dtypes, rank)
-        if saved.world_size != world_size or (saved.errors is None and self.use_error_feedback):
-            warnings.warn(
-                f"PowerSGD's errors were saved on {saved.world_size} ranks and are loaded on {world_size}: rank "
-                f"{rank} {'begins with none' if saved.errors is None else 'takes those of its number'}.",
-                stacklevel=2,
+        group = self._group()
+        saved = SavedState("PowerSGD", state, FORMAT)
+        vectors = saved.count("matrix_approximation_rank", least=1)
+        if vectors != self.matrix_approximation_rank:
+            raise ValueError(
+                f"The saved PowerSGD state has matrix_approximation_rank {vectors}, this one "
+                f"{self.matrix_approximation_rank}. Make one of the same rank, or begin without the saved state."
+                + see("FD036")
             )
-        self._model = saved.shapes
-        self.iter = saved.iter
-        self.total_numel_before_compression = saved.total_numel_before_compression
-        self.total_numel_after_compression = saved.total_numel_after_compression
-        replace(self.qs, saved.qs)
-        errors = saved.errors or {}
+        shapes, errors = saved.shapes(self._model), saved.of_rank("errors", group.rank())
+        qs = saved.mapping(saved.part("qs"), "qs")
+        check_memory(qs, errors or {}, vectors, shapes, self._dtypes)
+        iterations, world_size = saved.count("iter"), saved.count("world_size", least=1)
+        before, after = map(saved.count, ("total_numel_before_compression", "total_numel_after_compression"))
+        if world_size != group.size() or (errors is None and self.use_error_feedback):
+            warn_of_ranks("PowerSGD's errors", world_size, group, errors is not None)
+        self._model, self.iter = shapes, iterations
+        self.total_numel_before_compression, self.total_numel_after_compression = before, after
+        replace(self.qs, qs)
         for name, error in self.errors.items():
-            if name not in errors:
+            if name not in (errors or {}):
                 error.zero_()
-        replace(self.errors, errors)
+        replace(self.errors, errors or {})
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("A PowerSGDState is saved without its process group.")
@@ -363,13 +354,12 @@ def _is_dense(parameter: Tensor) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class PowerSGD:
+class PowerSGD(Pipelined):
     """The exchange. Each registered hook has one object, which is equal only to itself."""
 
     state: PowerSGDState
     batched: bool
     wire: torch.dtype | None
-    is_pipelined: ClassVar[bool] = True
     takes_whole_parameters: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
 
@@ -433,20 +423,20 @@ class PowerSGD:
         after = 0
         for parameter in carried:
             rows, columns = matrix_shape(parameter)
-            compressed = is_compressed(parameter, rank, self.state.min_compression_rate)
-            after += (rows + columns) * min(rank, rows, columns) if compressed else parameter.numel()
+            factors = (rows + columns) * min(rank, rows, columns)
+            after += factors if self._compresses(parameter) else parameter.numel()
         return before, after
 
     def _of_parameters(self, setting: Setting) -> list[tuple[Tensor | None, Tensor | None]]:
-        state = self.state
-        matrices: list[tuple[Tensor | None, Tensor | None]] = []
-        for index, (name, parameter) in enumerate(zip(setting.names, setting.parameters, strict=True)):
-            compressed = is_compressed(parameter, state.matrix_approximation_rank, state.min_compression_rate)
-            if compressed and setting.carries(index):
-                matrices.append(state.matrix(name, parameter, *matrix_shape(parameter), index))
-            else:
-                matrices.append((None, None))
-        return matrices
+        return [
+            self.state.matrix(name, parameter, *matrix_shape(parameter), index)
+            if self._compresses(parameter) and setting.carries(index)
+            else (None, None)
+            for index, (name, parameter) in enumerate(zip(setting.names, setting.parameters, strict=True))
+        ]
+
+    def _compresses(self, parameter: Tensor) -> bool:
+        return is_compressed(parameter, self.state.matrix_approximation_rank, self.state.min_compression_rate)
 
     def _of_buckets(self, setting: Setting) -> list[tuple[Tensor | None, Tensor | None]]:
         """One square of memory for each bucket; a parameter's error is a view of a part of it."""

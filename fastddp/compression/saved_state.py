@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fastddp.errors import see
@@ -29,10 +31,6 @@ class SavedState:
         if found != format or isinstance(found, bool):
             raise ValueError(f"This is no {kind} state of format {format}: its format is {found!r}." + see("FD036"))
 
-    def refuse(self, what: str, wanted: str, found: object) -> ValueError:
-        """The error that says what is wrong with a part."""
-        return refuse(self.kind, what, wanted, found)
-
     def part(self, name: str) -> Any:
         """The part of this name, of any type."""
         if name not in self._parts:
@@ -45,14 +43,14 @@ class SavedState:
     def mapping(self, value: object, what: str) -> dict[str, Any]:
         """``value`` as a dict whose keys are names."""
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise self.refuse(what, "a dict whose keys are names", type(value).__name__)
+            raise refuse(self.kind, what, "a dict whose keys are names", type(value).__name__)
         return dict(value)
 
     def count(self, name: str, least: int = 0) -> int:
         """The part of this name, which must be an integer of at least ``least``."""
         value = self.part(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.refuse(name, f"an integer >= {least}", repr(value))
+        if type(value) is not int or value < least:
+            raise refuse(self.kind, name, f"an integer >= {least}", repr(value))
         return value
 
     def shapes(self, model: Shapes) -> Shapes:
@@ -71,12 +69,9 @@ class SavedState:
         return None if found is None else self.mapping(found, f"{name}['rank {rank}']")
 
     def _shape(self, shape: object, name: str) -> tuple[int, ...]:
-        sizes = list(shape) if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)) else None
-        if sizes is None or not all(
-            isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes
-        ):
-            raise self.refuse(f"shapes[{name!r}]", "a list of sizes", repr(shape))
-        return tuple(sizes)
+        if not isinstance(shape, Sequence) or not all(type(size) is int and size >= 0 for size in shape):
+            raise refuse(self.kind, f"shapes[{name!r}]", "a list of sizes", repr(shape))
+        return tuple(shape)
 
 
 def refuse(kind: str, what: str, wanted: str, found: object) -> ValueError:
@@ -106,6 +101,23 @@ def check_name(kind: str, name: str, what: str, shapes: Shapes) -> None:
 def either(shapes: Iterable[tuple[int, ...]]) -> str:
     """The allowed shapes, in words."""
     return " or ".join(str(list(shape)) for shape in sorted(shapes)) or "no parameter without elements"
+
+
+def check_model(state: object, known: Shapes, model: Shapes) -> None:
+    """Raise ValueError if the state belongs to another model than this; ``known`` is empty if it belongs to none."""
+    if known and known != model:
+        kind = type(state).__name__
+        raise ValueError(
+            f"This {kind} belongs to a model with {describe(known, model)}; the model it was given to has "
+            f"{describe(model, known)}. Make a new {kind} for each model." + see("FD035")
+        )
+
+
+def warn_of_ranks(what: str, saved_on: int, group: dist.ProcessGroup, has_errors: bool) -> None:
+    """Say that errors were saved on another number of ranks, and what this rank, whose state is loaded, has of them."""
+    has = "takes those of its number" if has_errors else "begins with none"
+    words = f"{what} were saved on {saved_on} ranks and are loaded on {group.size()}: rank {group.rank()} {has}."
+    warnings.warn(words, stacklevel=3)
 
 
 def describe(model: Shapes, other: Shapes) -> str:

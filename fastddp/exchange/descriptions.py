@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, TypeAlias, TypeGuard
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ class Setting:
     lanes_were_measured: bool = False
     """Whether measured times say that a second lane pays: Note [Lanes over NCCL], ``lanes.py``."""
     divide_in_collective: bool = False
-    """Whether the average of ``process_group`` does the division: see :func:`.averages.divides_first`."""
+    """Whether the average of ``process_group`` does the division: see :func:`.agreement.divides_first`."""
     measures_gradients: bool = False
     """Whether pack also measures gradients (Note [Local sums], ``csrc/pack/local_sums.h``)."""
     hierarchy: Hierarchy | None = None
@@ -103,36 +103,29 @@ class Setting:
         load_kernels(wanted, self.measures_gradients)
 
 
-class Exchange(Protocol):
+class Exchange:
     """One way for gradients to travel. Equal descriptions mean the same exchange."""
-
-    is_pipelined: ClassVar[bool]
-    """Whether it is made of codecs and transports, so that it can go between nodes."""
-
-    @property
-    def takes_whole_parameters(self) -> bool:
-        """Whether it needs whole gradients, for example to read them as matrices."""
-
-    remembers: ClassVar[bool]
-    """Whether a window depends on earlier ones: then NaN would stay, and it needs an average, not a sum."""
 
     def group(self, setting: Setting) -> dist.ProcessGroup | None:
         """The ranks that exchange gradients with this rank, which is among them; None: this rank keeps its own."""
+        raise NotImplementedError
 
     def make(self, setting: Setting) -> _C.Exchange:
         """Make the exchange for one reducer, and load the kernels that it needs."""
+        raise NotImplementedError
 
 
-class Pipelined(Exchange, Protocol):
-    """An exchange of codecs and transports, which can be combined with others."""
+class Pipelined(Exchange):
+    """An exchange of codecs and transports, which can be combined with others, and go between nodes."""
+
+    takes_whole_parameters: ClassVar[bool] = False
+    """Whether it needs whole gradients, for example to read them as matrices."""
+    remembers: ClassVar[bool] = False
+    """Whether a window depends on earlier ones: then NaN would stay, and it needs an average, not a sum."""
 
     def make(self, setting: Setting) -> _C.Pipeline:
         """As :meth:`Exchange.make`."""
-
-
-def is_pipelined(exchange: Exchange) -> TypeGuard[Pipelined]:
-    """:attr:`Exchange.is_pipelined`, for type checkers."""
-    return exchange.is_pipelined
+        raise NotImplementedError
 
 
 Schedule = Callable[[int], Exchange]
@@ -164,16 +157,13 @@ class CompressState:
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class AllReduce(Pipelined):
     """The average over the ranks of ``process_group`` (None: those of the model), by allreduces or sums of our own."""
 
     process_group: dist.ProcessGroup | None = None
     wire: torch.dtype | None = None
     accumulate: Literal["fp32", "wire"] | None = None
     """For a wire of 16 bits: the dtype of the sums. None: fp32 over gloo, where that is also the faster way."""
-    is_pipelined: ClassVar[bool] = True
-    takes_whole_parameters: ClassVar[bool] = False
-    remembers: ClassVar[bool] = False
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
         """As :meth:`Exchange.group`."""
@@ -189,8 +179,9 @@ class AllReduce:
         check_numbers(group)
         lanes = setting.lanes_over(group)
         over_gloo = backend_of(group, setting.device) == dist.Backend.GLOO
-        if self.wire is not None and self._adds_in_fp32(self.wire, over_gloo):
-            load_sum_kernels({tensor.device for tensor in setting.parameters}, self.wire)
+        wire, accumulate = self.wire, self.accumulate
+        if wire is not None and wire.itemsize == 2 and (accumulate == "fp32" or (accumulate is None and over_gloo)):
+            load_sum_kernels({tensor.device for tensor in setting.parameters}, wire)
             # Only over gloo on the CPU do nodes make a difference: transport.h.
             in_pairs = over_gloo and setting.device.type == "cpu"
             nodes = nodes_of(group) if in_pairs else [0] * group.size()
@@ -200,9 +191,6 @@ class AllReduce:
         divides = setting.divide_in_collective and group is setting.process_group  # no other group was tried
         return _C.Transport.all_reduce(lanes, divides)
 
-    def _adds_in_fp32(self, wire: torch.dtype, over_gloo: bool) -> bool:
-        return wire.itemsize == 2 and (self.accumulate == "fp32" or (self.accumulate is None and over_gloo))
-
     def _adds_alike(self, setting: Setting) -> bool:
         """Whether sums of our own have the bits of an allreduce of two ranks: for 16 bits they would be in fp32."""
         wires = {self.wire or tensor.dtype for tensor in setting.parameters}
@@ -210,12 +198,8 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
-class Noop:
+class Noop(Exchange):
     """No communication: each rank keeps its own gradients."""
-
-    is_pipelined: ClassVar[bool] = False
-    takes_whole_parameters: ClassVar[bool] = False
-    remembers: ClassVar[bool] = False
 
     def group(self, setting: Setting) -> None:
         """As :meth:`Exchange.group`."""
@@ -228,14 +212,11 @@ class Noop:
 
 
 @dataclass(frozen=True, eq=False)
-class PythonHook:
+class PythonHook(Exchange):
     """A hook written for torch's DDP, called for each bucket."""
 
     state: object
     hook: Callable[..., object]
-    is_pipelined: ClassVar[bool] = False
-    takes_whole_parameters: ClassVar[bool] = True
-    remembers: ClassVar[bool] = True
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
         """As :meth:`Exchange.group`; the ranks of the hook itself are not known."""
@@ -246,12 +227,9 @@ class PythonHook:
         setting.load_kernels()
         name = _name_of(self.hook)
         hook = _returning_futures(self.hook, name)
-        return _C.Exchange.python_hook(self.state, hook, name, setting.process_group, _groups_in(self.state))
-
-
-def _groups_in(state: object) -> list[dist.ProcessGroup]:
-    """The process groups that a hook's state is or has, over which the hook sends, as torch's hooks do."""
-    return [one for one in (state, *getattr(state, "__dict__", {}).values()) if isinstance(one, dist.ProcessGroup)]
+        held = (self.state, *getattr(self.state, "__dict__", {}).values())
+        groups = [one for one in held if isinstance(one, dist.ProcessGroup)]  # over which it sends, as torch's hooks do
+        return _C.Exchange.python_hook(self.state, hook, name, setting.process_group, groups)
 
 
 def _name_of(hook: Callable[..., object]) -> str:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.distributed as dist
 
 from fastddp import _C
 from fastddp.errors import see
-from fastddp.exchange.descriptions import Exchange, Pipelined, Setting, is_pipelined
+from fastddp.exchange.descriptions import Exchange, Pipelined, Setting
 
 
 @dataclass(frozen=True)
-class Sharded:
+class Sharded(Exchange):
     """The first half of ``exchange``: what it sends is added up, and the sums stay where they are."""
 
     exchange: Pipelined
-    is_pipelined: ClassVar[bool] = False
-    takes_whole_parameters: ClassVar[bool] = False
-    remembers: ClassVar[bool] = False
 
     def group(self, setting: Setting) -> dist.ProcessGroup | None:
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""
@@ -40,7 +36,7 @@ def check_shardable(exchange: Exchange, setting: Setting) -> None:
         ValueError: it is a hook in Python, ``noop_hook`` or PowerSGD; or it is over other ranks than the model's.
     """
     group, ranks_of = exchange.group(setting), dist.get_process_group_ranks
-    if not is_pipelined(exchange) or exchange.takes_whole_parameters:
+    if not isinstance(exchange, Pipelined) or exchange.takes_whole_parameters:
         raise ValueError(
             f"A ShardedOptimizer takes gradients as they are, as fp16, bf16 or 8 bits, and not by {_kind(exchange)}, "
             "which needs whole gradients on each rank. Use one of those hooks, or an optimizer that is not sharded."
@@ -62,7 +58,7 @@ def in_shards(exchange: Exchange, setting: Setting) -> Exchange:
     if setting.sharding is None or not setting.plan:
         return exchange
     check_shardable(exchange, setting)
-    assert is_pipelined(exchange)
+    assert isinstance(exchange, Pipelined)
     return Sharded(exchange) if setting.hierarchy is None else exchange
 
 

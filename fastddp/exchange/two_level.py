@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.distributed as dist
 
 from fastddp import _C
 from fastddp.errors import see
-from fastddp.exchange.descriptions import Exchange, Pipelined, Setting, is_pipelined
+from fastddp.exchange.descriptions import Exchange, Pipelined, Setting
 from fastddp.ranks.hierarchy import Hierarchy
 from fastddp.ranks.placement import processes_of
 
@@ -55,14 +54,11 @@ def _with_shards(setting: Setting, hierarchy: Hierarchy, shards: _C.Sharding) ->
 
 
 @dataclass(frozen=True)
-class TwoLevel:
+class TwoLevel(Exchange):
     """``exchange`` between nodes, and sums in the gradients' own dtype inside a node."""
 
     exchange: Pipelined
     hierarchy: Hierarchy
-    is_pipelined: ClassVar[bool] = False
-    takes_whole_parameters: ClassVar[bool] = False
-    remembers: ClassVar[bool] = False
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`.
@@ -103,7 +99,7 @@ def in_levels(exchange: Exchange, setting: Setting) -> Exchange:
     """
     if setting.hierarchy is None or exchange.group(setting) is None or not setting.plan:
         return exchange  # a plan without buckets: all gradients are sparse
-    if not is_pipelined(exchange):
+    if not isinstance(exchange, Pipelined):
         raise ValueError(
             "hierarchy= is for exchanges that fastddp runs, and a communication hook written in Python does its own "
             "collectives. Use a hook of fastddp.comm_hooks, or leave hierarchy at None." + see("FD028")

@@ -1,4 +1,4 @@
-"""Compares the ranks' settings of a hook, so that ranks with different ones stop before they exchange gradients."""
+"""Compares what ranks have: settings of a hook, numbers, and how their process group averages."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import torch
 import torch.distributed as dist
 
 from fastddp.ranks.listing import listed
-from fastddp.ranks.together import together
+from fastddp.ranks.together import of_all_ranks, together
 
 
 def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[list[float]]:
     """The numbers of each rank of ``group``, in one all-gather."""
-    mine = torch.tensor(numbers, dtype=torch.float64, device=device)
-    everywhere = [torch.empty_like(mine) for _ in range(group.size())]
-    together(dist.all_gather, everywhere, mine, group=group)
-    return [of_rank.tolist() for of_rank in everywhere]
+    return of_all_ranks(torch.tensor(numbers, dtype=torch.float64, device=device), group)
 
 
 def difference(names: Sequence[str], by_rank: Sequence[Sequence[float]]) -> str | None:
@@ -42,3 +39,22 @@ def greatest(values: Sequence[float], group: dist.ProcessGroup, device: torch.de
     wire = torch.tensor(values, dtype=torch.float64, device=device)
     together(dist.all_reduce, wire, op=dist.ReduceOp.MAX, group=group)
     return [float(value) for value in wire.tolist()]
+
+
+def divides_first(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``ReduceOp.AVG`` multiplies what each rank sends by 1 / ranks, and then adds, as NCCL does.
+
+    Numbers near the largest fp32 show this: their sum is infinite, the sum of their shares is not. False where there is
+    no average, and for one rank: NCCL runs a kernel for its average, but none for its sum.
+
+    A collective: all ranks of ``process_group`` call it together, and all get the same answer.
+    """
+    if process_group.size() == 1:
+        return False
+    number = torch.full((1,), 0.9 * torch.finfo(torch.float32).max, device=device)
+    average = number.clone()
+    try:
+        together(dist.all_reduce, average, dist.ReduceOp.AVG, group=process_group)
+    except RuntimeError:
+        return False
+    return bool(torch.isclose(average, number, rtol=1e-5))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +15,7 @@ from fastddp.errors import see
 from fastddp.ranks.groups import make_group, once_a_group, ranks_name_groups_alike
 from fastddp.ranks.listing import listed
 from fastddp.ranks.placement import machine_of_this_rank
-from fastddp.ranks.together import together
+from fastddp.ranks.together import of_all_ranks
 
 HierarchyArgument = Literal["node"] | DeviceMesh | None
 
@@ -46,15 +46,9 @@ def check_hierarchy(hierarchy: object) -> None:
                 f"{hierarchy.ndim}. Make it with init_device_mesh(device_type, (nodes, ranks_of_a_node)), or give "
                 '"node".' + see("FD028")
             )
-    elif isinstance(hierarchy, str):
-        if hierarchy != "node":
-            raise ValueError(
-                f'hierarchy is None, "node" or a DeviceMesh of two dimensions, not {hierarchy!r}.' + see("FD028")
-            )
-    elif hierarchy is not None:
-        raise TypeError(
-            f'hierarchy is None, "node" or a DeviceMesh of two dimensions, not {hierarchy!r}.' + see("FD028")
-        )
+    elif hierarchy is not None and (not isinstance(hierarchy, str) or hierarchy != "node"):
+        kind = ValueError if isinstance(hierarchy, str) else TypeError
+        raise kind(f'hierarchy is None, "node" or a DeviceMesh of two dimensions, not {hierarchy!r}.' + see("FD028"))
 
 
 def describe_hierarchy(hierarchy: HierarchyArgument) -> str:
@@ -86,25 +80,13 @@ def find_hierarchy(
         return None
     if isinstance(hierarchy, DeviceMesh):
         return _of_mesh(hierarchy, process_group, device)
-    known = _known_of(process_group)
-    known.nodes = known.nodes or _ranks_by_node(process_group, device)
-    return _of_nodes(known.nodes, process_group, device)
-
-
-@dataclass
-class _Known:
-    """What is known of a process group: the ranks of each node, and the groups that were made, by lists of nodes."""
-
-    nodes: list[list[int]] | None = None
-    made: dict[str, Hierarchy] = field(default_factory=dict)
+    return _of_nodes(_ranks_by_node(process_group, device), process_group, device)
 
 
 @once_a_group
-def _known_of(_: dist.ProcessGroup) -> _Known:
-    return _Known()
-
-
-# ------------------------------------------------------------------------------------------------------- finding nodes
+def _made_of(_: dist.ProcessGroup) -> dict[str, Hierarchy]:
+    """The groups that were made of a process group, by lists of nodes."""
+    return {}
 
 
 # Note [Places in a node]
@@ -144,7 +126,7 @@ def _of_nodes(
     if len(nodes) == 1 or sizes == {1}:
         return None
     ascending = [sorted(ranks) for ranks in nodes]
-    made = _known_of(process_group).made
+    made = _made_of(process_group)
     if str(ascending) not in made:
         made[str(ascending)] = _make_groups(ascending, process_group, device)
     return made[str(ascending)]
@@ -164,6 +146,7 @@ def _make_groups(nodes: Sequence[list[int]], process_group: dist.ProcessGroup, d
     )
 
 
+@once_a_group
 def _ranks_by_node(process_group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """The ranks of each node, nodes in the order of their first ranks; the same on all ranks.
 
@@ -174,10 +157,7 @@ def _ranks_by_node(process_group: dist.ProcessGroup, device: torch.device) -> li
         ValueError: the ranks of one of torchrun's nodes are on several machines.
     """
     numbers = [_variable("GROUP_RANK"), _variable("LOCAL_WORLD_SIZE"), machine_of_this_rank()]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(mine) for _ in range(process_group.size())]
-    together(dist.all_gather, rows, mine, group=process_group)
-    told = [tuple(row.tolist()) for row in rows]
+    told = of_all_ranks(torch.tensor(numbers, dtype=torch.int64, device=device), process_group)
     has_launcher = all(_NO_LAUNCHER not in row[:2] for row in told)
     nodes: dict[int, list[int]] = {}
     for rank, (group_rank, _, machine) in enumerate(told):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fastddp import _C
 from fastddp.ranks.backends import backend_of
 from fastddp.ranks.groups import once_a_group
-from fastddp.ranks.together import together
+from fastddp.ranks.together import of_all_ranks
 
 _ENOUGH_BYTES = 4 * 2**20
 
@@ -41,9 +41,9 @@ def nodes_of(process_group: dist.ProcessGroup) -> tuple[int, ...]:
     ranks = process_group.size()
     if ranks <= 2:  # machines make no difference to so few ranks
         return tuple(range(ranks))
-    machines = _of_all(torch.tensor([machine_of_this_rank()], device="cpu"), process_group)
+    machines = of_all_ranks(torch.tensor([machine_of_this_rank()], device="cpu"), process_group)
     numbers: dict[int, int] = {}
-    return tuple(numbers.setdefault(int(machine), len(numbers)) for machine in machines)
+    return tuple(numbers.setdefault(machine, len(numbers)) for (machine,) in machines)
 
 
 def processes_of(process_group: dist.ProcessGroup, device: torch.device) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ def _cores_are_taken(process_group: dist.ProcessGroup) -> bool:
     """Whether the ranks of a machine have as many threads as cores. Two ranks have the same cores, or no common one."""
     cores = sorted(os.sched_getaffinity(0))
     row = torch.tensor([torch.get_num_threads(), len(cores), zlib.crc32(repr(cores).encode())], device="cpu")
-    ranks = [each.tolist() for each in _of_all(row, process_group)]
+    ranks = of_all_ranks(row, process_group)
     return sum(rank[0] for rank in ranks) >= sum({which: count for _, count, which in ranks}.values())
 
 
@@ -83,22 +83,16 @@ def _processes(process_group: dist.ProcessGroup) -> tuple[int, ...]:
     memory = torch.frombuffer(bytearray(sample), dtype=torch.uint8)
     number = int.from_bytes(sample, signed=True)
     row = torch.tensor([machine_of_this_rank(), os.getpid(), memory.data_ptr(), number], device="cpu")
-    ranks = [each.tolist() for each in _of_all(row, process_group)]
+    ranks = of_all_ranks(row, process_group)
     reads_all = all(
         _C.has_bytes(process, address, number.to_bytes(8, signed=True))
         for machine, process, address, number in ranks
         if machine == row[0]
     )
-    answers = _of_all(torch.tensor([int(reads_all)], device="cpu"), process_group)
+    answers = of_all_ranks(torch.tensor([int(reads_all)], device="cpu"), process_group)
     is_here = [rank[0] == row[0] for rank in ranks]
-    may_read = all(answer for answer, here in zip(answers, is_here, strict=True) if here)
+    may_read = all(answer for (answer,), here in zip(answers, is_here, strict=True) if here)
     return tuple(rank[1] if here and may_read else 0 for rank, here in zip(ranks, is_here, strict=True))
-
-
-def _of_all(mine: torch.Tensor, process_group: dist.ProcessGroup) -> list[torch.Tensor]:
-    everywhere = [torch.empty_like(mine) for _ in range(process_group.size())]
-    together(dist.all_gather, everywhere, mine, group=process_group)
-    return everywhere
 
 
 def machine_of_this_rank() -> int:

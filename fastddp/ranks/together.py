@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fastddp._C import wait_outside
 from fastddp.errors import see
@@ -27,6 +29,13 @@ def together(collective: Callable[..., dist.Work], *args: Any, group: dist.Proce
     with telling_who_has_ended(group):
         work = collective(*args, group=group, async_op=True, **options)
     finish(work, group)
+
+
+def of_all_ranks(mine: Tensor, group: dist.ProcessGroup) -> list[list[Any]]:
+    """The numbers of each rank, in one all-gather."""
+    everywhere = [torch.empty_like(mine) for _ in range(group.size())]
+    together(dist.all_gather, everywhere, mine, group=group)
+    return [of_rank.tolist() for of_rank in everywhere]
 
 
 def finish(work: dist.Work, group: dist.ProcessGroup) -> None:

@@ -24,11 +24,8 @@ from ranks import RankPool
 ATTRIBUTES = pytest.mark.parametrize("attribute", ["grad", "main_grad"])
 
 
-def wrapped(
-    attribute: str = "grad", module: nn.Module | None = None, **options: Any
-) -> fastddp.DistributedDataParallel:
-    options = {"main_grads": attribute, **options}
-    return parts.wrapped(module or Parts(dtype=torch.bfloat16), **options)
+def wrapped(attribute: str = "grad", module: Any = None, **options: Any) -> fastddp.DistributedDataParallel:
+    return parts.wrapped(module or Parts(dtype=torch.bfloat16), **{"main_grads": attribute, **options})
 
 
 def constant(value: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -36,8 +33,7 @@ def constant(value: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def gradients(model: nn.Module, attribute: str) -> list[float | None]:
-    of = [getattr(parameter, attribute) for parameter in model.parameters()]
-    assert all(gradient is None or gradient.dtype == torch.float32 for gradient in of)
+    assert {getattr(parameter, attribute).dtype for parameter in model.parameters()} == {torch.float32}
     return parts.gradients(model, attribute)
 
 
@@ -130,21 +126,17 @@ def test_microbatches_and_ranks_add_up_in_fp32(
 
 @ATTRIBUTES
 @on_ranks(2)
-def test_without_communication_gradients_are_this_ranks_sum(rank: int, attribute: str) -> None:
-    model = wrapped(attribute)
-    model.register_comm_hook(None, comm_hooks.noop_hook)
-    two_microbatches(model, 256.0, 1.0 + 2 * rank)
-    assert gradients(model, attribute) == [257.0 + 2 * rank] * 3
-
-
-@ATTRIBUTES
-@on_ranks(2)
-def test_norm_and_clipping_are_those_of_the_fp32_gradients(rank: int, attribute: str) -> None:
-    model = wrapped(attribute)
-    two_microbatches(model, 256.0, 1.0)
-    assert model.found_inf().item() == 0
-    assert model.last_grad_norm().item() == fastddp.clip_grad_norm_(model, 3.0).item() == 3 * 257.0
-    assert gradients(model, attribute) == pytest.approx([1.0] * 3)
+def test_norm_and_clipping_are_those_of_the_fp32_gradients_also_without_communication(
+    rank: int, attribute: str
+) -> None:
+    for hook in (comm_hooks.allreduce_hook, comm_hooks.noop_hook):
+        model = wrapped(attribute)
+        model.register_comm_hook(None, hook)
+        two_microbatches(model, 256.0, 1.0 + 2 * rank)
+        sums = 258.0 if hook is comm_hooks.allreduce_hook else 257.0 + 2 * rank
+        assert gradients(model, attribute) == [sums] * 3
+        assert model.last_grad_norm().item() == fastddp.clip_grad_norm_(model, 3.0).item() == 3 * sums
+        assert gradients(model, attribute) == pytest.approx([1.0] * 3)
 
 
 @on_ranks(2)
@@ -212,21 +204,15 @@ def test_parameters_of_16_and_of_32_bits_share_a_bucket(rank: int) -> None:
 
 @ATTRIBUTES
 @on_ranks(2)
-def test_copies_and_pickles_have_fp32_gradients_of_their_own(rank: int, attribute: str) -> None:
+def test_copies_pickles_and_what_is_compiled_have_fp32_gradients_of_their_own(rank: int, attribute: str) -> None:
     model = wrapped(attribute)
     model(constant(3.0)).backward()
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        two_microbatches(other, 256.0, 1.0)
+    copied = copy.deepcopy(model)
+    pickled = pickle.loads(pickle.dumps(model))
+    for other, call in ((copied, copied), (pickled, torch.compile(pickled, backend="aot_eager"))):
+        two_microbatches(other, 256.0, 1.0, call)
         assert gradients(other, attribute) == [257.0] * 3
     assert gradients(model, attribute) == [3.0] * 3
-
-
-@ATTRIBUTES
-@on_ranks(2)
-def test_a_compiled_model_brings_fp32_gradients(rank: int, attribute: str) -> None:
-    model = wrapped(attribute)
-    two_microbatches(model, 256.0, 1.0, call=torch.compile(model, backend="aot_eager"))
-    assert gradients(model, attribute) == [257.0] * 3
 
 
 # ------------------------------------------------------------------------------ what finds gradients in .grad by itself
@@ -295,11 +281,8 @@ def test_an_optimizer_that_cannot_take_fp32_gradients_is_told_which_can(rank: in
         torch.optim.AdamW(parameters).step()
     with pytest.raises(RuntimeError, match="SGD with fused=True cannot step"):
         torch.optim.SGD(parameters, fused=True).step()
-    for optimizer in (
-        with_fp32_state,
-        *(torch.optim.SGD(parameters, momentum=0.9, foreach=foreach) for foreach in (False, True)),
-        *(getattr(torch.optim, kind)(parameters) for kind in TAKE_FP32),
-    ):
+    by_sgd = [torch.optim.SGD(parameters, momentum=0.9, foreach=foreach) for foreach in (False, True)]
+    for optimizer in (with_fp32_state, *by_sgd, *(getattr(torch.optim, kind)(parameters) for kind in TAKE_FP32)):
         optimizer.step()
 
 
@@ -316,8 +299,7 @@ def test_a_sharded_optimizer_may_be_fused_because_it_steps_fp32_copies(rank: int
 
 @on_ranks(1)
 def test_what_cannot_be_is_refused(rank: int) -> None:
-    wide: dict[str, Any] = {"main_grads": "grad"}
-    apart = {"main_grads": "main_grad"}
+    wide, apart = {"main_grads": "grad"}, {"main_grads": "main_grad"}
     sparse = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
     mixed = torch.nn.parallel.distributed._MixedPrecision(torch.bfloat16)
     module = Parts(dtype=torch.bfloat16)

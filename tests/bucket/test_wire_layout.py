@@ -126,9 +126,6 @@ def test_nothing_is_moved_element_by_element_after_a_bias_of_ten(rank: int, hook
     assert fake_cuda.chunks_by_element() == before
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
-
-
 WIDTH, LAYERS, STEPS = 256, 12, 4
 ELEMENTS = LAYERS * (WIDTH + 1) * WIDTH
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fastddp
 from fastddp import comm_hooks
-from fastddp.comm_hooks import BlockState, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from fastddp.comm_hooks import BlockState, CompressState, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from hooks_by_name import HOOKS
 from on_ranks import on_ranks
 from ranks import RankPool
@@ -66,10 +67,6 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
-def iterations_of(state: Any) -> int:
-    return state.iter
-
-
 @pytest.mark.parametrize("is_in_a_cycle", [False, True], ids=["deleted", "collected"])
 @pytest.mark.parametrize("name", ["PowerSGD", "int8"])
 @on_ranks(2)
@@ -88,9 +85,7 @@ def test_a_state_and_its_pickle_know_how_far_its_model_came_and_go_on_with_anoth
     assert equal(twin.state_dict(), state.state_dict())
     assert equal(pickled.state_dict(), state.state_dict())
     for each in (pickled, state):
-        assert iterations_of(each) == 4
-        Training(rank, name, state=each).run(4, 5)
-        assert iterations_of(each) == 6
+        assert [each.iter, Training(rank, name, state=each).run(4, 5).state.iter] == [4, 6]
 
 
 @pytest.mark.parametrize(
@@ -114,9 +109,7 @@ def test_training_goes_on_from_a_file_in_these_or_other_buckets_75666(
     file.seek(0)
     second = Training(rank, name, two_levels, cap).run(*range(10, 10 + warm_up))
     second.load(torch.load(file, weights_only=True))
-    assert second.state.iter == 3
-    second.run(3, 4, 5)
-    assert second.state.iter == 6
+    assert [second.state.iter, second.run(3, 4, 5).state.iter] == [3, 6]
     if isinstance(whole.state, PowerSGDState):
         assert second.state.compression_stats() == whole.state.compression_stats()
     torch.testing.assert_close(second.parameters(), whole.parameters(), rtol=0, atol=1e-6)
@@ -132,18 +125,15 @@ def test_errors_of_8_bits_fit_other_formats_and_blocks(rank: int) -> None:
     assert equal(other.state.errors, errors)
 
 
-def through_dcp(rank: int, folder: str) -> bool:
+@on_ranks(2)
+def test_training_goes_on_from_a_distributed_checkpoint(rank: int, tmp_path: Path) -> None:
     """Each rank has errors of its own, which DCP has to keep apart."""
-    dcp.save(Training(rank).run(*range(3)).checkpoint(), checkpoint_id=folder)
+    dcp.save(Training(rank).run(*range(3)).checkpoint(), checkpoint_id=tmp_path / "checkpoint")
     second = Training(rank).run(0)
     checkpoint = second.checkpoint()
-    dcp.load(checkpoint, checkpoint_id=folder)
+    dcp.load(checkpoint, checkpoint_id=tmp_path / "checkpoint")
     second.load(checkpoint)
-    return torch.equal(second.run(3, 4, 5).parameters(), Training(rank).run(*range(6)).parameters())
-
-
-def test_training_goes_on_from_a_distributed_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(through_dcp, 2, str(tmp_path / "checkpoint")) == [True, True]
+    assert torch.equal(second.run(3, 4, 5).parameters(), Training(rank).run(*range(6)).parameters())
 
 
 def saved_state(rank: int) -> dict[str, Any]:
@@ -157,6 +147,7 @@ def on_more_ranks(rank: int, states: list[dict[str, Any]]) -> tuple[bool, str]:
         training.state.load_state_dict(states[min(rank, 1)])
     errors = states[min(rank, 1)]["errors"].get(f"rank {rank}", {})
     assert all(torch.equal(error, training.state.errors[name]) for name, error in errors.items())
+    assert all(name in errors or not error.any() for name, error in training.state.errors.items())
     training.run(3, 4)
     return bool(errors), str(warned[0].message)
 
@@ -183,10 +174,9 @@ def test_between_nodes_a_rank_counts_what_it_exchanges(rank: int, name: str) -> 
 
 @on_ranks(1)
 def test_statistics_count_the_elements_of_compressed_windows(rank: int) -> None:
-    elements = sum(parameter.numel() for parameter in network().parameters())
-    vectors_and_small = 16 + 40 + 40 + 2 + 2 * 40
-    factors = 2 * (16 + 27 + 40 + 256 + 40 + 40)
-    before, after = 3 * elements, 3 * (vectors_and_small + factors)
+    before = 3 * sum(parameter.numel() for parameter in network().parameters())
+    vectors_and_small, factors = 16 + 40 + 40 + 2 + 2 * 40, 2 * (16 + 27 + 40 + 256 + 40 + 40)
+    after = 3 * (vectors_and_small + factors)
     assert Training(rank).run(*range(5)).state.compression_stats() == (before / after, before, after)
 
 
@@ -196,29 +186,20 @@ def test_statistics_count_the_elements_of_compressed_windows(rank: int) -> None:
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (PowerSGDState, {"matrix_approximation_rank": 0}, "matrix_approximation_rank must be .* 1 to 32, got 0"),
-        (PowerSGDState, {"matrix_approximation_rank": 33}, "1 to 32, got 33"),
+        (PowerSGDState, {"matrix_approximation_rank": 33}, "matrix_approximation_rank must be .* 1 to 32, got 33"),
         (PowerSGDState, {"matrix_approximation_rank": 2.5}, "1 to 32, got 2.5"),
         (PowerSGDState, {"orthogonalization_epsilon": -1e-8}, "orthogonalization_epsilon must be >= 0"),
-        (PowerSGDState, {"start_powerSGD_iter": 1}, "start_powerSGD_iter must be at least 2 with"),
-        (PowerSGDState, {"start_powerSGD_iter": 1, "warm_start": False}, "must be at least 2"),
+        (PowerSGDState, {"start_powerSGD_iter": 1, "warm_start": False}, "start_powerSGD_iter must be at least 2"),
         (PowerSGDState, {"min_compression_rate": 0}, "min_compression_rate must be > 0"),
         (BlockState, {"block_size": 64}, "block_size"),
         (BlockState, {"fp8": "e3m4"}, "fp8"),
         (BlockState, {"random_seed": -1}, "random_seed"),
+        (CompressState, {"accumulate": "fp16"}, '"fp32", "wire" or None, got \'fp16\''),
     ],
 )
 def test_settings_out_of_range_are_refused(make: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(None, **settings)
-
-
-@pytest.mark.parametrize("value", [-1, 2.5])
-def test_the_iteration_is_a_number_of_synchronisations(value: Any) -> None:
-    state = PowerSGDState(None)
-    with pytest.raises((ValueError, TypeError)):
-        state.iter = value
-    assert state.iter == 0
 
 
 MISSING = object()
@@ -263,9 +244,8 @@ def test_of_a_saved_state_that_is_damaged_nothing_is_taken(rank: int, name: str)
     good = before | {"iter": 77}
     errors = dict(state.errors)
     for place, value, words in BAD[name]:
-        with pytest.raises(ValueError, match="state") as caught:
+        with pytest.raises(ValueError, match=re.escape(words)):
             state.load_state_dict(having(good, place, value))
-        assert words in str(caught.value), place
     with pytest.raises(ValueError, match="state must be a dict whose keys are names, not list"):
         state.load_state_dict([good])
     assert equal(state.state_dict(), before)
@@ -285,6 +265,7 @@ def test_what_would_fail_a_thousand_steps_later_is_refused_when_it_is_registered
     for words, module, state, hook in [
         ("PowerSGDState, not a builtins.NoneType", nn.Linear(2, 3), None, powerSGD_hook),
         ("not a builtins.int", nn.Linear(2, 3), 3, comm_hooks.int8_compress_hook),
+        ("None or a fastddp.comm_hooks.CompressState, not a", nn.Linear(2, 3), "x", comm_hooks.fp16_compress_hook),
         (r"weight \[3, 2\].*weight \[3, 4\]", nn.Linear(4, 3), others[0], powerSGD_hook),
         ("Make a new BlockState", nn.Linear(4, 3), others[1], comm_hooks.int8_compress_hook),
         ("dense tensor of float32, not torch.float64", network(), of_64_bits, powerSGD_hook),
@@ -297,7 +278,7 @@ def test_what_would_fail_a_thousand_steps_later_is_refused_when_it_is_registered
             hooked(module, state, hook)
 
 
-@pytest.mark.parametrize("name", ["PowerSGD", "batched PowerSGD", "int8", "e4m3, drawn"])
+@pytest.mark.parametrize("name", ["PowerSGD", "int8"])
 def test_a_hook_that_is_called_for_a_bucket_says_who_runs_it(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"run by fastddp\.DistributedDataParallel|cannot be called for a bucket"):
         HOOKS[name][1](None, None)

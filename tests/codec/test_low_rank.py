@@ -10,6 +10,7 @@ import torch
 from fastddp.kernels import low_rank_reference as reference
 from torch import Tensor
 
+from block8_given import around_is_untouched, guarded
 from fastddp import _C
 from interpreting import BITS, alignment_hints, interpreter  # noqa: F401  a fixture of this module
 from low_rank_interpreted import Interpreted, low_rank, table, tables
@@ -23,7 +24,6 @@ NIGHTLY = pytest.mark.tier("nightly")
 SHAPES = [(1, 1), (1, 40), (40, 1), (3, 15), (7, 33), (130, 16), (0, 8), (8, 0)]
 LARGE = [(64, 147), (9, 5000)]  # for Triton's interpreter
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of norms
-GUARD = 16
 
 
 def compute(dtype: torch.dtype) -> torch.dtype:
@@ -38,24 +38,21 @@ class Matrix:
 
     def __init__(self, rows: int, columns: int, rank: int, dtype: torch.dtype, shift: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(rows * 1009 + columns * 31 + rank)
-        self._around: list[tuple[Tensor, Tensor]] = []
+        self._guarded_parts: list[tuple[Tensor, Tensor]] = []
         self.gradient, self.memory = (self._guarded(rows, columns, dtype, shift) for _ in range(2))
         self.p = self._guarded(rows, rank, compute(dtype), shift)
         self.q = self._guarded(rank, columns, compute(dtype), shift)
 
     def _guarded(self, rows: int, columns: int, dtype: torch.dtype, shift: int) -> Tensor:
-        begin, size = GUARD + shift, rows * columns
-        buffer = torch.randn(size + begin + GUARD, generator=self._generator).to(dtype)
-        assert buffer.data_ptr() % 64 == 0
-        self._around += [(part, part.clone()) for part in (buffer[:begin], buffer[begin + size :])]
-        return buffer[begin : begin + size].view(rows, columns)
+        self._guarded_parts.append(guarded(torch.randn(rows * columns, generator=self._generator).to(dtype), shift))
+        return self._guarded_parts[-1][1].view(rows, columns)
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.gradient, self.memory, self.p, self.q
 
     def is_alone(self) -> bool:
-        return all(same_bits(*pair) for pair in self._around)
+        return all(around_is_untouched(*pair) for pair in self._guarded_parts)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -120,7 +117,7 @@ def check(
     assert all(m.is_alone() for m in matrices)
 
 
-RANKS = (1, 2, 3, 4, 7, 8, 16, 32)
+RANKS = (1, 3, 4, 7, 16, 32)
 WINDOWS: list[Any] = [  # shapes of matrices with their ranks, and where they begin
     *([(*shape, rank) for rank in RANKS if rank <= max(1, min(shape))] for shape in SHAPES),
     *(pytest.param([(*shape, rank) for rank in RANKS if rank <= min(shape)], marks=NIGHTLY) for shape in LARGE),
@@ -148,7 +145,7 @@ def test_so_is_one_of_many_matrices_or_without_a_gradient_or_without_memory_or_a
     check(kernels, [(1, 1, 1), (5, 1, 1), (1, 37, 1), (33, 136, 3), (17, 130, 4), (70, 24, 2), (200, 8, 3)], dtype)
     check(kernels, [(21, 50, 5)], dtype, gradient=False)
     check(kernels, [(21, 50, 5)], dtype, memory=False)
-    for shift in range(1, 8):
+    for shift in (1, 2, 4, 7):
         check(kernels, [(17, 136, 2)], dtype, shift)
 
 
@@ -262,9 +259,6 @@ def test_below_epsilon_a_vector_counts_as_zero(kernels: Kernels) -> None:
     small = torch.full((10, 1), 1e-6)
     kernels.orthogonalise([small], 1e-3)
     assert torch.equal(small, torch.zeros(10, 1))
-
-
-# ------------------------------------------------------------------------------------------ of Triton's kernels alone
 
 
 def test_the_product_is_rounded_before_it_is_taken_from_the_memory() -> None:

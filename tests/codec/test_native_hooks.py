@@ -20,7 +20,6 @@ from hooks_by_name import averages
 from models import MODELS, inputs
 from nodes import on_machines
 from on_ranks import gradients, of_ranks, on_ranks
-from ranks import RankPool
 
 FP16, BF16 = torch.float16, torch.bfloat16
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
@@ -65,16 +64,6 @@ def test_with_a_cast_wire_gradients_stay_where_autograd_put_them(rank: int, view
         assert not parameter.grad._is_view()
 
 
-def exchange_of(rank: int, state: object, hook: Any) -> object:
-    model = fastddp.DistributedDataParallel(nn.Linear(1, 1))
-    if callable(hook):
-        model.register_comm_hook(state, hook)
-    else:
-        model._register_builtin_comm_hook(hook)
-    exchange = model.engine.now.exchange
-    return "python" if isinstance(exchange, PythonHook) else exchange
-
-
 @pytest.mark.parametrize(
     ("state", "hook", "exchange"),
     [
@@ -92,18 +81,15 @@ def exchange_of(rank: int, state: object, hook: Any) -> object:
         (None, averages, "python"),
     ],
 )
-def test_what_a_hook_stands_for(ranks: RankPool, state: object, hook: Any, exchange: object) -> None:
-    assert ranks.run(exchange_of, 1, state, hook) == [exchange]
-
-
-def test_a_state_that_a_hook_does_not_take_is_named(ranks: RankPool) -> None:
-    (refused,) = ranks.errors(exchange_of, 1, "a string", comm_hooks.fp16_compress_hook)
-    assert (
-        "fp16_compress_hook is a process group, None or a fastddp.comm_hooks.CompressState, not a builtins.str"
-        in refused.message
-    )
-    with pytest.raises(ValueError, match=r'"fp32", "wire" or None, got \'fp16\''):
-        CompressState(accumulate="fp16")
+@on_ranks(1)
+def test_what_a_hook_stands_for(rank: int, state: object, hook: Any, exchange: object) -> None:
+    model = fastddp.DistributedDataParallel(nn.Linear(1, 1))
+    if callable(hook):
+        model.register_comm_hook(state, hook)
+    else:
+        model._register_builtin_comm_hook(hook)
+    found = model.engine.now.exchange
+    assert ("python" if isinstance(found, PythonHook) else found) == exchange
 
 
 class Parts(nn.Module):
@@ -154,10 +140,7 @@ def test_local_sgd_averages_over_all_ranks_first_and_over_the_subgroup_then(rank
             "find_unused_parameters",
             1,
             ["a", "a", "ab", "ab", "a"],
-            (
-                [[2.5, None], [1.5, None], [1.5, 0.5], [1.5, 0.5], [1.5, None]],
-                [[2.5, None]] + [[3.5, None]] * 4,
-            ),
+            ([[2.5, None], [1.5, None], [1.5, 0.5], [1.5, 0.5], [1.5, None]], [[2.5, None]] + [[3.5, None]] * 4),
         ),
         # Rank 0 uses b, and its first step goes over a pair already. On the other pair b counts as used, with zeros.
         ("static_graph", 0, ["ab"] * 3, ([[1.5, 0.5]] * 3, [[3.5, 0.0]] * 3)),
@@ -208,14 +191,3 @@ def test_what_is_not_finite_or_does_not_fit_in_fp16_is_found_on_all_ranks(
     assert model.found_inf().item() == is_found
     average = model.module.weight.grad[0, 33].item()
     assert is_found or average == pytest.approx(value / 2, rel=4e-3)  # though 1e5 itself does not fit in fp16
-
-
-@pytest.mark.parametrize(("max_norm", "expected"), [(1.0, [0.6, 0.8]), (9.0, [3.0, 4.0])])
-@on_ranks(2)
-def test_gradients_are_clipped_to_the_norm(rank: int, max_norm: float, expected: list[float]) -> None:
-    model = fastddp.DistributedDataParallel(nn.Linear(3, 1, bias=False))
-    with pytest.raises(RuntimeError, match="between the backward that synchronises them and the next forward"):
-        model.last_grad_norm()
-    model(torch.tensor([[0.0, 3.0, 4.0]]) * (2 * rank)).sum().backward()
-    assert fastddp.clip_grad_norm_(model, max_norm).item() == pytest.approx(5.0)
-    assert model.module.weight.grad[0, 1:].tolist() == pytest.approx(expected)

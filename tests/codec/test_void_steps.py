@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -66,21 +66,19 @@ class Training:
         return [tensor.clone() for tensor in kept]
 
 
-def raises(training: Training, gradient: Tensor, spoil: Callable[[Tensor], object] = lambda gradient: None) -> None:
-    """One rank, after the second matrix's gradient, which that rank has changed by then."""
+def raises(training: Training, gradient: Tensor, by: Sequence[int] = (1,), spoil: Any = lambda _: None) -> None:
+    """After the second matrix's gradient, which these ranks have changed by then."""
 
     def fail(_: Tensor) -> None:
         spoil(training.model.module.second.grad)
         raise ValueError("on purpose")
 
-    fails = training.rank == 1
+    fails = training.rank in by
     handle = training.model.module.first.register_hook(fail) if fails else None
     with pytest.raises(ValueError if fails else RuntimeError, match="on purpose" if fails else "failed on rank 1"):
         training.backward(gradient)
     if handle is not None:
         handle.remove()
-    with torch.no_grad():
-        training.model(torch.zeros(12, 9))  # repairs
 
 
 def raises_after_a_change(training: Training) -> None:
@@ -90,21 +88,23 @@ def raises_after_a_change(training: Training) -> None:
         if not isinstance(gradient, ShardedGradient):
             gradient.data.zero_().numpy().fill(0)
 
-    raises(training, 1e6 * torch.ones(12, 9), spoil)
+    raises(training, 1e6 * torch.ones(12, 9), spoil=spoil)
+    repair(training)
 
 
 def raises_after_what_is_not_finite(training: Training) -> None:
     raises(training, torch.full((12, 9), torch.nan))
+    repair(training)
 
 
-def is_discarded(training: Training) -> None:
-    """One loss in a million times."""
-    training.backward(torch.randn(12, 9) * (1e8 if training.rank == 0 else 1.0))
-    training.model.discard_step()
+def repair(training: Training) -> None:
+    with torch.no_grad():
+        training.model(torch.zeros(12, 9))
 
 
 def is_discarded_with_two_more_backwards(training: Training) -> None:
-    training.backward(torch.randn(12, 9) * 1e8)
+    """One loss on one rank is a million times too large."""
+    training.backward(torch.randn(12, 9) * (1e8 if training.rank == 0 else 1.0))
     for _ in range(2):
         training.model(torch.ones(12, 9)).backward()
     training.model.discard_step()
@@ -128,37 +128,26 @@ def cannot_be_clipped(training: Training) -> None:
         fastddp.clip_grad_norm_(training.model, 1.0, error_if_nonfinite=True)
 
 
-def is_skipped_by_a_scaler(training: Training, fused: bool = False) -> None:
+def is_skipped_by_a_scaler(training: Training) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     parameters = [parameter.clone() for parameter in training.model.parameters()]
     training.backward(with_an_infinity(), scale=scaler.scale(torch.ones(())).item())
-    fuses = torch.optim.SGD(training.model.parameters(), lr=0.1, fused=True)
-    scaler.step(fuses if fused else training.optimizer)
+    scaler.step(training.optimizer)
     scaler.update()
     assert all(map(torch.equal, training.model.parameters(), parameters))
 
 
 def is_skipped_by_the_optimizer_itself(training: Training) -> None:
-    is_skipped_by_a_scaler(training, fused=True)
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1, fused=True)
+    is_skipped_by_a_scaler(training)
 
 
-def each_becomes(change: Callable[[Tensor], object]) -> Callable[[Training], None]:
-    def zero(training: Training) -> None:
-        for parameter in training.model.parameters():
-            change(parameter)
-
-    return zero
-
-
-ZEROING: dict[str, Callable[[Training], None]] = {
-    "none": each_becomes(lambda parameter: setattr(parameter, "grad", None)),
-    "zero_": each_becomes(lambda parameter: parameter.grad.zero_()),
-    "zeros_like": each_becomes(lambda parameter: setattr(parameter, "grad", torch.zeros_like(parameter))),
-    "module": lambda training: training.model.module.zero_grad(set_to_none=False),
-    "model": lambda training: training.model.zero_grad(set_to_none=False),
-    "optimizer": lambda training: training.optimizer.zero_grad(set_to_none=False),
+ZEROING: dict[str, Callable[[nn.Parameter], object]] = {
+    "none": lambda parameter: setattr(parameter, "grad", None),
+    "zero_": lambda parameter: parameter.grad.zero_(),
+    "zeros_like": lambda parameter: setattr(parameter, "grad", torch.zeros_like(parameter)),
 }
-"""Loops throw gradients away in these ways, and call nothing of ours."""
+"""Loops throw gradients away in these ways, or by zero_grad of something, and call nothing of ours."""
 
 
 def throws_gradients_away(training: Training, way: str) -> None:
@@ -166,14 +155,17 @@ def throws_gradients_away(training: Training, way: str) -> None:
     for _ in range(2):
         training.backward(1e8 * torch.randn(12, 9))
         training.zeroes = False
-    ZEROING[way](training)
+    if way in ZEROING:
+        for parameter in training.model.parameters():
+            ZEROING[way](parameter)
+    else:
+        {"model": training.model, "optimizer": training.optimizer}[way].zero_grad(set_to_none=False)
 
 
 HOOKS = ["int8_compress_hook", "fp8_compress_hook", "powerSGD_hook", "batched_powerSGD_hook"]
 VOID: list[Callable[[Training], None]] = [
     raises_after_a_change,
     raises_after_what_is_not_finite,
-    is_discarded,
     is_discarded_with_two_more_backwards,
     has_an_infinity,
     cannot_be_clipped,
@@ -188,8 +180,12 @@ def traces(rank: int, hook: str, void: Callable[[Training], None]) -> None:
     assert any(bool(error.abs().max() > 1e-4) for error in before)
     void(trained)
     assert all(map(torch.equal, trained.remembered(), before)), "at once"
-    assert all(map(torch.equal, trained.next_gradients(), without.next_gradients()))
-    assert all(map(torch.equal, trained.remembered(), without.remembered()))
+    assert_goes_on_like(trained, without)
+
+
+def assert_goes_on_like(one: Training, other: Training) -> None:
+    assert all(map(torch.equal, one.next_gradients(), other.next_gradients()))
+    assert all(map(torch.equal, one.remembered(), other.remembered()))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +194,7 @@ def traces(rank: int, hook: str, void: Callable[[Training], None]) -> None:
         *((hook, void) for void in VOID for hook in HOOKS),
         ("int8_compress_hook", is_skipped_by_the_optimizer_itself),
         *(("int8_compress_hook, sharded", void) for void in VOID),
-        *((f"{HOOKS[number]}, two levels", void) for number in (0, 2) for void in (VOID[0], is_discarded)),
+        *((f"{HOOKS[number]}, two levels", void) for number in (0, 2) for void in (VOID[0], VOID[2])),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
@@ -228,20 +224,16 @@ def test_errors_change_places_in_each_step_and_are_not_copied(rank: int, hook: s
     assert places() == second
 
 
-def traces_of_gradients_thrown_away(rank: int, hook: str, way: str) -> None:
+@pytest.mark.parametrize("way", [*ZEROING, "model", "optimizer"])
+@pytest.mark.parametrize("hook", ["int8_compress_hook", "powerSGD_hook", "int8_compress_hook, sharded"])
+@on_ranks(2)
+def test_gradients_that_are_zeroed_without_a_step_leave_no_trace(rank: int, hook: str, way: str) -> None:
     without, trained = Training(rank, hook), Training(rank, hook)
     throws_gradients_away(trained, way)
     if "power" in hook:  # whose random numbers depend on how many windows there were
         throws_gradients_away(without, way)
         without.model.discard_step()
-    assert all(map(torch.equal, trained.next_gradients(), without.next_gradients()))
-    assert all(map(torch.equal, trained.remembered(), without.remembered()))
-
-
-@pytest.mark.parametrize("way", ZEROING)
-@pytest.mark.parametrize("hook", ["int8_compress_hook", "powerSGD_hook", "int8_compress_hook, sharded"])
-def test_gradients_that_are_zeroed_without_a_step_leave_no_trace(ranks: RankPool, hook: str, way: str) -> None:
-    ranks.run(traces_of_gradients_thrown_away, 2, hook, way)
+    assert_goes_on_like(trained, without)
 
 
 @pytest.mark.parametrize("hook", HOOKS[:2])
@@ -254,8 +246,7 @@ def test_nor_do_they_where_the_next_step_begins_with_a_local_backward(rank: int,
         with training.model.no_sync():
             training.backward(torch.ones(12, 9))
         training.zeroes = False
-    assert all(map(torch.equal, trained.next_gradients(), without.next_gradients()))
-    assert all(map(torch.equal, trained.remembered(), without.remembered()))
+    assert_goes_on_like(trained, without)
 
 
 @pytest.mark.parametrize("hook", HOOKS[:2])
@@ -269,8 +260,7 @@ def test_gradients_that_are_changed_without_a_step_are_still_there(rank: int, ho
         training.zeroes = False
     for parameter in changed.model.parameters():
         parameter.grad.mul_(1.0)
-    assert all(map(torch.equal, changed.next_gradients(), left_alone.next_gradients()))
-    assert all(map(torch.equal, changed.remembered(), left_alone.remembered()))
+    assert_goes_on_like(changed, left_alone)
 
 
 @pytest.mark.parametrize("hook", HOOKS[:2])
@@ -294,14 +284,7 @@ def test_where_no_optimizer_is_seen_gradients_that_are_zeroed_have_been_used(ran
 def test_nor_does_a_backward_that_raises_before_the_model_is_dropped(rank: int, hook: str) -> None:
     training = Training(rank, hook)
     before = training.remembered()
-
-    def fail(_: Tensor) -> None:
-        raise ValueError("on purpose")
-
-    handle = training.model.module.first.register_hook(fail)
-    with pytest.raises(ValueError, match="on purpose"):
-        training.backward(1e6 * torch.ones(12, 9))
-    handle.remove()
+    raises(training, 1e6 * torch.ones(12, 9), by=(0, 1))
     training.model = None  # type: ignore[assignment]
     gc.collect()
     assert all(map(torch.equal, training.remembered(), before))

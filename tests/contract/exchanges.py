@@ -7,6 +7,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +17,14 @@ from torch import Tensor, nn
 import fake_cuda
 import fastddp
 from fastddp import comm_hooks
+from fastddp.comm_hooks import BlockState, CompressState, PowerSGDState, fp16_compress_wrapper
 from fastddp.sharding.state import gathered
 from hooks_by_name import averages
 from models import RaisesInBackward
 from nodes import by_messages, by_reads, nodes_of_two
 from ranks import RankPool
+
+DEVICE = fake_cuda.DEVICE
 
 
 @dataclass(frozen=True)
@@ -38,33 +42,20 @@ class Codec:
         return hasattr(self.state(), "errors")
 
 
-def power_sgd() -> comm_hooks.PowerSGDState:
-    return comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2)
-
-
+power_sgd = partial(PowerSGDState, None, 1, start_powerSGD_iter=2)
 CODECS = {
     "plain": Codec(1e-6),
     "fp16": Codec(2e-3, comm_hooks.fp16_compress_hook),
     "bf16": Codec(2e-2, comm_hooks.bf16_compress_hook),
-    "bf16, sums in the wire": Codec(
-        3e-2, comm_hooks.bf16_compress_hook, lambda: comm_hooks.CompressState(accumulate="wire")
-    ),
-    "int8": Codec(0.03, comm_hooks.int8_compress_hook, comm_hooks.BlockState),
-    "e4m3": Codec(0.15, comm_hooks.fp8_compress_hook, comm_hooks.BlockState),
-    "e5m2": Codec(0.3, comm_hooks.fp8_compress_hook, lambda: comm_hooks.BlockState(fp8="e5m2")),
+    "bf16, sums in the wire": Codec(3e-2, comm_hooks.bf16_compress_hook, partial(CompressState, accumulate="wire")),
+    "int8": Codec(0.03, comm_hooks.int8_compress_hook, BlockState),
+    "e4m3": Codec(0.15, comm_hooks.fp8_compress_hook, BlockState),
+    "e5m2": Codec(0.3, comm_hooks.fp8_compress_hook, partial(BlockState, fp8="e5m2")),
     "PowerSGD": Codec(1e-3, comm_hooks.powerSGD_hook, power_sgd, sharded=False),
-    "PowerSGD in fp16": Codec(
-        1e-2, comm_hooks.fp16_compress_wrapper(comm_hooks.powerSGD_hook), power_sgd, sharded=False
-    ),
+    "PowerSGD in fp16": Codec(1e-2, fp16_compress_wrapper(comm_hooks.powerSGD_hook), power_sgd, sharded=False),
     "Python": Codec(1e-6, averages, between_nodes=False, sharded=False),
 }
-TRANSPORTS = {
-    "gloo": "cpu",
-    "messages": "cpu",
-    "reads": "cpu",
-    "streams": fake_cuda.DEVICE,
-    "blocking": fake_cuda.DEVICE,
-}
+TRANSPORTS = dict.fromkeys(["gloo", "messages", "reads"], "cpu") | dict.fromkeys(["streams", "blocking"], DEVICE)
 SUMMED_IN_PAIRS = ("fp16", "bf16", "int8", "e4m3", "e5m2")
 LEVELS = ("one level", "two levels", "sharded", "sharded by parameters", "sharded over nodes")
 SHAPES = [(20, 12), (20,), (12, 20), (3, 4, 5), (20, 12), (7,)]  # backward reaches the last one first
@@ -140,31 +131,21 @@ def exchanges_and(*axes: Sequence[Any], fits: Callable[..., bool] = lambda *_: T
     the other, each the first with the most pairs that have not occurred. The others are slow. Of those that are
     sharded, whose way up to the sum is that of others, one in four is, and the rest is nightly.
     """
-    rows = [row for row in itertools.product(CODECS, TRANSPORTS, LEVELS, *axes) if is_there(row, fits)]
-    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    rows = itertools.product(CODECS, TRANSPORTS, LEVELS, *axes)
+    of_rows = {row: one for row in rows if (one := Exchange(*row[:3])).exists() and fits(one, *row[3:])}
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in of_rows}
     missing = set().union(*pairs.values())
     quick = set()
     while missing:
-        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        best = max(pairs, key=lambda row: len(pairs[row] & missing))
         quick.add(best)
         missing -= pairs[best]
-    return [
-        pytest.param(
-            Exchange(*row[:3]), *row[3:], id=", ".join(map(str, row)), marks=tier_of(number, row, row in quick)
-        )
-        for number, row in enumerate(rows)
-    ]
-
-
-def tier_of(number: int, row: tuple[Any, ...], is_quick: bool) -> Any:
-    if is_quick:
-        return ()
-    return pytest.mark.tier("nightly" if Exchange(*row[:3]).is_sharded and number % 4 else "slow")
-
-
-def is_there(row: tuple[Any, ...], fits: Callable[..., bool]) -> bool:
-    exchange = Exchange(*row[:3])
-    return exchange.exists() and fits(exchange, *row[3:])
+    found = []
+    for number, (row, exchange) in enumerate(of_rows.items()):
+        tier = pytest.mark.tier("nightly" if exchange.is_sharded and number % 4 else "slow")
+        marks = () if row in quick else tier
+        found.append(pytest.param(exchange, *row[3:], id=", ".join(map(str, row)), marks=marks))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -261,7 +242,7 @@ class Training:
         hides: bool = False,
         **options: Any,
     ) -> None:
-        if exchange.device == fake_cuda.DEVICE:
+        if exchange.device == DEVICE:
             fake_cuda.schedule("lazy")
         self.rank, self.exchange = rank, exchange
         codec = CODECS[exchange.codec]
@@ -316,7 +297,7 @@ class Training:
         except (ArithmeticError, RuntimeError) as error:
             said = str(error)
         self.model.zero_grad()
-        if self.exchange.device == fake_cuda.DEVICE:
+        if self.exchange.device == DEVICE:
             fake_cuda.synchronize()
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -339,12 +320,9 @@ class Training:
 
 def means(exchange: Exchange, window: int, users: Callable[[int], Sequence[int]] | None = None) -> list[Tensor]:
     """The true averages; where ``users`` says which ranks use a parameter, the others count with zeros."""
-    every = range(exchange.ranks)
-    factors = [
-        sum(scale(rank, window) for rank in (every if users is None else users(number))) / exchange.ranks
-        for number in range(len(SHAPES))
-    ]
-    return [factor * wave(number) for number, factor in enumerate(factors)]
+    using = [range(exchange.ranks) if users is None else users(number) for number in range(len(SHAPES))]
+    sums = [sum(scale(rank, window) for rank in ranks) for ranks in using]
+    return [total / exchange.ranks * wave(number) for number, total in enumerate(sums)]
 
 
 def assert_averages(of_ranks: list[list[Tensor | None]], expected: list[Tensor], rounding: float) -> None:

@@ -55,33 +55,20 @@ def test_one_rank_compiles_and_the_others_find_it(tmp_path: Path) -> None:
     assert sum(counts) == 3, counts  # kernels
 
 
-@pytest.fixture
-def holder(tmp_path: Path) -> subprocess.Popen[str]:
-    process = start(HOLDS, tmp_path)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
-
-
 @pytest.mark.tier("slow")
-def test_the_lock_of_a_rank_that_dies_is_free(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_who_has_waited_long_enough_compiles_too_and_the_lock_of_a_rank_that_dies_is_free(tmp_path: Path) -> None:
+    holder = start(HOLDS, tmp_path)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with alone_on_this_node(tmp_path, "a kernel", patience=0.1):
+        assert holder.poll() is None  # it still holds it
+    with alone_on_this_node(tmp_path, "another kernel", patience=600):
+        assert holder.poll() is None
     holder.kill()
     holder.wait()
     begin = time.monotonic()
     with alone_on_this_node(tmp_path, "a kernel", patience=600):
         assert time.monotonic() - begin < 300  # not by patience's end
-
-
-@pytest.mark.tier("slow")
-def test_who_has_waited_long_enough_compiles_too(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    ran = []
-    with alone_on_this_node(tmp_path, "a kernel", patience=0.1):
-        ran.append(holder.poll())  # the other one still holds it
-    with alone_on_this_node(tmp_path, "another kernel", patience=600):
-        ran.append(holder.poll())
-    holder.kill()
-    holder.wait()
-    assert ran == [None, None]
 
 
 @pytest.mark.parametrize("has_locks", [True, False])

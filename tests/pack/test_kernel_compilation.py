@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ def check_resources(kernel: CompiledKernel, registers: int, shared_bytes: int = 
     assert not re.search(r"\.ftz\b", kernel.ptx)
 
 
+@pytest.mark.tier("slow", but_one_in=7)
 @forms
 @pairs
 @capabilities
@@ -74,6 +75,10 @@ def test_aligned_path_moves_16_bytes_at_a_time_nothing_spills_and_the_source_lea
     # measure, or for four of fp64.
     # Only a narrow source for a wide target is exchanged between threads, so that both sides keep 16 bytes.
     check_resources(kernel, 64 if gradient == torch.float64 else 40 if form == "pack" else 48)
+    # wire, table, chunks, scale, the partials of those that measure
+    check_signature(kernel, ["u64", "u64", "u64", "f64", *([] if form == "pack" else ["u64"])])
+    assert kernel.name == f"fastddp_{form}_{TRITON_DTYPES[source]}_to_{TRITON_DTYPES[target]}"
+    assert (kernel.num_warps, kernel.capability, kernel.tile) == (THREADS // 32, capability, (CHUNK_ELEMENTS,))
 
 
 @forms
@@ -96,16 +101,6 @@ def check_signature(kernel: CompiledKernel, parameters: list[str]) -> None:
     assert (kernel.parameters, kernel.scratch_parameters) == (len(parameters), 2)
     assert set(re.findall(r"\.align (\d+)", entry[1])) == {"1"}
     assert int(entry[2]) == 32 * kernel.num_warps
-
-
-@forms
-@capabilities
-def test_launch_signature(form: Form, capability: int) -> None:
-    kernel = compiled(form, torch.float32, torch.bfloat16, capability)
-    assert kernel.name == f"fastddp_{form}_" + ("bf16_to_fp32" if form == "unpack" else "fp32_to_bf16")
-    # wire, table, chunks, scale, the partials of those that measure
-    check_signature(kernel, ["u64", "u64", "u64", "f64", *([] if form == "pack" else ["u64"])])
-    assert (kernel.num_warps, kernel.capability, kernel.tile) == (THREADS // 32, capability, (CHUNK_ELEMENTS,))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
@@ -231,6 +226,7 @@ BAD: list[tuple[Callable[..., object], tuple[Any, ...], str]] = [
     (pack, ("pack", torch.float32, torch.int32), "the wire has dtype torch.int32"),
     (pack, ("unpack", torch.float64, torch.float32), "fp64 travels only as fp64"),
     (pack, ("pack", torch.float32, torch.float64), "fp64 travels only as fp64"),
+    *((partial(pack, chunk_elements=n), ("pack", torch.float32, torch.float32), "power of two") for n in (0, 48)),
     (low_rank, (torch.float64, 4), "supported are torch"),
     (low_rank, (torch.float32, 0), "the rank is 0; supported are 1 to 32"),
     (low_rank, (torch.float32, 33), "the rank is 33; supported are 1 to 32"),
@@ -245,12 +241,6 @@ def test_what_is_not_compiled(compile_: Callable[..., object], arguments: tuple[
     with pytest.raises(ValueError, match=message):
         compile_(*arguments, 90)
     assert compile_ is not pack or not moves(*arguments[1:])
-
-
-@pytest.mark.parametrize("elements", [0, 48])
-def test_a_chunk_is_a_power_of_two(elements: int) -> None:
-    with pytest.raises(ValueError, match="power of two"):
-        ahead_of_time.compile_pack("pack", torch.float32, torch.float32, 90, elements)
 
 
 def other_triton(release: str) -> Path:

@@ -44,11 +44,7 @@ class Given:
         assert self.wire.data_ptr() % 16 == 0
 
     def _guarded(self, values: Tensor, shift: int) -> Tensor:
-        begin = GUARD + shift
-        buffer = torch.full((values.numel() + begin + GUARD,), 7, dtype=values.dtype, device=self.device)
-        assert buffer.data_ptr() % 64 == 0
-        inside = buffer[begin : begin + values.numel()]
-        inside.copy_(values)
+        buffer, inside = guarded(values, shift, self.device)
         self.buffers.append(buffer)
         return inside
 
@@ -56,6 +52,19 @@ class Given:
         """Every byte, also of what lies around; all NaN are alike."""
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
             assert torch.equal(bits(mine.cpu()), bits(theirs.cpu())), mine.dtype
+
+
+def guarded(values: Tensor, shift: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """A buffer, and the values in it, which begin ``shift`` elements after a multiple of 64 bytes."""
+    begin = GUARD + shift
+    buffer = torch.full((values.numel() + begin + GUARD,), 7, dtype=values.dtype, device=device)
+    assert buffer.data_ptr() % 64 == 0
+    inside = buffer[begin : begin + values.numel()]
+    return buffer, inside.copy_(values)
+
+
+def around_is_untouched(buffer: Tensor, inside: Tensor) -> bool:
+    return bool((buffer == 7).sum() >= buffer.numel() - inside.numel())
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -28,17 +28,19 @@ class Interpreted:
     """All matrices of a call have one dtype, fp32, fp16 or bf16."""
 
     def compress(self, matrices: Sequence[Matrix], scale: float = 1.0, before: Sequence[Tensor | None] = ()) -> None:
-        self._run(low_rank.compress_kernel, matrices, "compress", scale, before=before, **constants(matrices))
+        self._run(low_rank.compress_kernel, "compress", tables(matrices, before), scale, **constants(matrices))
 
     def project(self, matrices: Sequence[Matrix], scale: float = 1.0) -> None:
-        partials = torch.full((tables(matrices)["partials"][0],), torch.nan)
-        self._run(low_rank.project_kernel, matrices, "project", partials, **constants(matrices))
-        self._run(low_rank.sum_partials_kernel, matrices, "sums", partials, scale)
+        words = tables(matrices)
+        partials = torch.full((words["partials"][0],), torch.nan)
+        self._run(low_rank.project_kernel, "project", words, partials, **constants(matrices))
+        self._run(low_rank.sum_partials_kernel, "sums", words, partials, scale)
 
     def reconstruct(self, matrices: Sequence[Matrix]) -> Tensor:
-        programs = len(tables(matrices)["reconstruct"]) // low_rank.BLOCK_WORDS
+        words = tables(matrices)
+        programs = len(words["reconstruct"]) // low_rank.BLOCK_WORDS
         measured = torch.full((programs, 2), torch.nan, dtype=torch.float64)
-        self._run(low_rank.reconstruct_kernel, matrices, "reconstruct", measured, **constants(matrices))
+        self._run(low_rank.reconstruct_kernel, "reconstruct", words, measured, **constants(matrices))
         return measured.sum(0)
 
     def orthogonalise(self, bases: Sequence[Tensor], epsilon: float = 0.0, refill: int | None = None) -> None:
@@ -52,20 +54,10 @@ class Interpreted:
         basis.orthonormalise_kernel[grid](*given, first, second, epsilon, *refills, R=rank, LAST=False)
         basis.orthonormalise_kernel[grid](*given, second, first, 0.0, *refills, R=rank, LAST=True)
 
-    def _run(
-        self,
-        kernel: Any,
-        matrices: Sequence[Matrix],
-        name: str,
-        *arguments: Any,
-        before: Sequence[Tensor | None] = (),
-        **constants: Any,
-    ) -> None:
-        words = tables(matrices, before)
+    def _run(self, kernel: Any, name: str, words: dict[str, list[int]], *arguments: Any, **constants: Any) -> None:
         programs = table(words[name], low_rank.SUM_WORDS if name == "sums" else low_rank.BLOCK_WORDS)
         if len(programs) > 0:
-            rows = table(words["matrices"], low_rank.MATRIX_WORDS)
-            kernel[(len(programs),)](rows, programs, *arguments, **constants)
+            kernel[(len(programs),)](table(words["matrices"], low_rank.MATRIX_WORDS), programs, *arguments, **constants)
 
 
 def tables(matrices: Sequence[Matrix], before: Sequence[Tensor | None] = ()) -> dict[str, list[int]]:

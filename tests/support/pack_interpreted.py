@@ -6,7 +6,7 @@ The tables are those that the launcher in C++ makes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,21 +45,11 @@ def tables(gradients: Gradients, views: Views, chunk: int, writable: bool = Fals
 Measured = tuple[float, float]  # a sum of squares, and how many are not finite
 
 
-class Mover(Protocol):
-    """Gradients may be undefined, views empty. What is measured is so by gradient whose view has elements."""
-
-    squares_in: torch.dtype
-    unpack_measures: str  # what it reads, or what it writes
-
-    def pack(self, gradients: Gradients, views: Views, scale: float = 1.0) -> None: ...
-    def pack_measuring(self, gradients: Gradients, views: Views, scale: float = 1.0) -> list[Measured]: ...
-    def measure_gradients(self, gradients: Gradients, views: Views) -> list[Measured]: ...
-    def unpack(self, gradients: Gradients, views: Views) -> Measured | None: ...  # None: not measured
-    def measure(self, wire: Tensor) -> Measured: ...
-
-
 class Interpreted:
-    """The slots of a call are such that the kernels move all of them; a program moves ``chunk`` elements."""
+    """The slots of a call are such that the kernels move all of them; a program moves ``chunk`` elements.
+
+    Gradients may be undefined, views empty. What is measured is so by gradient whose view has elements.
+    """
 
     squares_in = torch.float32
     unpack_measures = "what it writes"
@@ -68,38 +58,28 @@ class Interpreted:
         self.chunk = chunk
 
     def pack(self, gradients: Gradients, views: Views, scale: float = 1.0) -> None:
-        given = tables(gradients, views, self.chunk)
-        if given is not None:
-            wire, addresses, chunks, constants = given
-            kernels.pack_kernel[(len(chunks),)](wire, addresses, chunks, scale, **constants)
+        self._run(kernels.pack_kernel, tables(gradients, views, self.chunk), scale, measures=False)
 
     def pack_measuring(self, gradients: Gradients, views: Views, scale: float = 1.0) -> list[Measured]:
-        given = tables(gradients, views, self.chunk)
-        if given is None:
-            return []
-        wire, addresses, chunks, constants = given
-        partials = rows_of(chunks)
-        kernels.pack_measuring_kernel[(len(chunks),)](wire, addresses, chunks, scale, partials, **constants)
-        return by_gradient(partials, chunks)
+        return by_gradient(*self._run(kernels.pack_measuring_kernel, tables(gradients, views, self.chunk), scale))
 
     def measure_gradients(self, gradients: Gradients, views: Views) -> list[Measured]:
         """Views say in which order elements are read."""
-        given = tables(gradients, views, self.chunk)
-        if given is None:
-            return []
-        _, addresses, chunks, constants = given
-        partials = rows_of(chunks)
-        kernels.measure_gradients_kernel[(len(chunks),)](addresses, chunks, partials, **constants)
-        return by_gradient(partials, chunks)
+        return by_gradient(*self._run(kernels.measure_gradients_kernel, tables(gradients, views, self.chunk)))
 
     def unpack(self, gradients: Gradients, views: Views) -> Measured:
         given = tables(gradients, views, self.chunk, writable=True)
+        return in_all(self._run(kernels.unpack_kernel, given, 1.0)[0])
+
+    def _run(self, kernel: Any, given: Tables | None, *scale: float, measures: bool = True) -> tuple[Tensor, Tensor]:
+        """What each program has measured, and the chunks."""
         if given is None:
-            return 0, 0
+            return torch.empty(0, 2), torch.empty(0, kernels.CHUNK_WORDS)
         wire, addresses, chunks, constants = given
         partials = rows_of(chunks)
-        kernels.unpack_kernel[(len(chunks),)](wire, addresses, chunks, 1.0, partials, **constants)
-        return in_all(partials)
+        where = (wire, addresses, chunks) if scale else (addresses, chunks)
+        kernel[(len(chunks),)](*where, *scale, *([partials] if measures else []), **constants)
+        return partials, chunks
 
     def measure(self, wire: Tensor) -> Measured:
         programs = -(-wire.numel() // kernels.CHUNK_ELEMENTS)
@@ -121,9 +101,9 @@ def in_all(partials: Tensor) -> Measured:
 
 def by_gradient(partials: Tensor, chunks: Tensor) -> list[Measured]:
     """Each gradient has rows of its own."""
-    numbers = chunks[:, 0]
-    assert numbers.unique().tolist() == list(range(int(numbers.max()) + 1))
-    return [in_all(partials[numbers == number]) for number in range(int(numbers.max()) + 1)]
+    numbers = chunks[:, 0].unique().tolist()
+    assert numbers == [*range(len(numbers))]
+    return [in_all(partials[chunks[:, 0] == number]) for number in numbers]
 
 
 class Twin:
@@ -139,9 +119,7 @@ class Twin:
         self._kernels.pack(list(gradients), list(views), scale)
 
     def pack_measuring(self, gradients: Gradients, views: Views, scale: float = 1.0) -> list[Measured]:
-        if not views:
-            return []
-        found = self._kernels.pack_measuring(list(gradients), list(views), scale)
+        found = self._kernels.pack_measuring(list(gradients), list(views), scale) if views else []
         return [measured for measured, view in zip(found, views, strict=True) if view.numel() > 0]
 
     def measure_gradients(self, gradients: Gradients, views: Views) -> list[Measured]:

@@ -31,7 +31,6 @@ TESTS = [
     "tests/window/test_failures.py",
     "tests/window/test_window.py",
     "tests/window/test_joining.py",
-    "tests/pipeline/test_pipeline.py",
     "tests/pipeline/test_started_collectives.py",
     "tests/exchange/test_comm_hooks.py",
     "tests/codec/test_native_hooks.py",

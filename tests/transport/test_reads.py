@@ -22,17 +22,6 @@ from fastddp.ranks import placement
 from fastddp.sharding.shards import Shards
 from nodes import Traffic, by_messages, by_reads, on_machines
 from on_ranks import on_ranks
-from ranks import RankPool
-
-CPU = torch.device("cpu")
-
-
-def asked(rank: int, machines: tuple[int, ...], blind: int | None) -> list[bool]:
-    """Which ranks this one may read; rank number ``blind`` cannot read anybody."""
-    cannot = mock.patch.object(_C, "has_bytes", return_value=False)
-    group = dist.new_group()
-    with on_machines(rank, machines), cannot if rank == blind else contextlib.nullcontext():
-        return [process != 0 for process in placement.processes_of(group, CPU)]
 
 
 @pytest.mark.parametrize(
@@ -44,10 +33,15 @@ def asked(rank: int, machines: tuple[int, ...], blind: int | None) -> list[bool]
     ],
     ids=["one machine", "two machines", "one rank cannot"],
 )
+@on_ranks(3)
 def test_ranks_of_a_machine_read_each_other_if_all_of_them_can(
-    ranks: RankPool, machines: tuple[int, ...], blind: int | None, may: list[list[bool]]
+    rank: int, machines: tuple[int, ...], blind: int | None, may: list[list[bool]]
 ) -> None:
-    assert ranks.run(asked, 3, machines, blind) == may
+    """``may``: which ranks each of them may read. Rank number ``blind`` cannot read anybody."""
+    cannot = mock.patch.object(_C, "has_bytes", return_value=False)
+    with on_machines(rank, machines), cannot if rank == blind else contextlib.nullcontext():
+        processes = placement.processes_of(dist.new_group(), torch.device("cpu"))
+    assert [process != 0 for process in processes] == may[rank]
 
 
 def test_a_number_that_means_another_process_is_noticed() -> None:
@@ -79,29 +73,18 @@ def trained(rank: int, hook: Any, sharded: bool, options: dict[str, Any]) -> lis
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-HOOKS = {
-    "plain": None,
-    "fp16": comm_hooks.fp16_compress_hook,
-    "bf16": comm_hooks.bf16_compress_hook,
-    "int8": comm_hooks.int8_compress_hook,
-}
-
-
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.tier("slow"))])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", ["plain", "fp16", "bf16", "int8"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_what_is_read_adds_up_to_the_bits_of_messages(ranks: RankPool, count: int, hook: str, sharded: bool) -> None:
-    ranks.run(both_ways, count, HOOKS[hook], sharded, {"gradient_as_bucket_view": hook != "fp16"})
-
-
-def both_ways(rank: int, *args: Any) -> None:
-    read = trained(rank, *args)
+@on_ranks(3)
+def test_what_is_read_adds_up_to_the_bits_of_messages(rank: int, hook: str, sharded: bool) -> None:
+    how = (getattr(comm_hooks, f"{hook}_compress_hook", None), sharded, {"gradient_as_bucket_view": hook != "fp16"})
+    read = trained(rank, *how)
     with by_messages():
-        sent = trained(rank, *args)
+        sent = trained(rank, *how)
     assert all(torch.equal(one, other) for one, other in zip(read, sent, strict=True))
 
 
-ENOUGH = 1024 * 1024  # elements, of fp32
+ENOUGH, FP32 = 1024 * 1024, torch.float32  # elements, of fp32
 
 
 @contextlib.contextmanager
@@ -113,41 +96,35 @@ def cores(number: int) -> Iterator[None]:
 
 
 few_cores, idle_cores = (functools.partial(cores, number) for number in (2, 3))
-WIDE, NARROW, AUTO = {}, {"dtype": torch.bfloat16}, {"bucket_cap_mb": "auto"}
 
 
 @pytest.mark.parametrize(
-    ("elements", "options", "within", "read"),
+    ("elements", "dtype", "within", "read", "options"),
     [
-        (ENOUGH, WIDE, few_cores, True),
-        (ENOUGH, {"dtype": torch.complex64}, few_cores, True),
-        (ENOUGH - 1, WIDE, few_cores, False),
-        (ENOUGH - 1, WIDE, by_reads, True),
-        (2 * ENOUGH, NARROW, few_cores, False),
-        (ENOUGH, AUTO, few_cores, False),
-        (ENOUGH, WIDE, by_messages, False),
-        (ENOUGH, WIDE, idle_cores, False),
+        (ENOUGH, FP32, few_cores, True, {}),
+        (ENOUGH, torch.complex64, few_cores, True, {}),
+        (ENOUGH - 1, FP32, few_cores, False, {}),
+        (ENOUGH - 1, FP32, by_reads, True, {}),
+        (2 * ENOUGH, torch.bfloat16, few_cores, False, {}),
+        (ENOUGH, FP32, few_cores, False, {"bucket_cap_mb": "auto"}),
+        (ENOUGH, FP32, by_messages, False, {}),
+        (ENOUGH, FP32, idle_cores, False, {}),
     ],
     ids=["many", "complex", "few", "few, by reads", "16 bits", "planned buckets", "not to be read", "idle cores"],
 )
 @on_ranks(2)
 def test_large_gradients_are_read_in_place_of_an_allreduce(
-    rank: int, elements: int, options: dict[str, Any], within: Any, read: bool
+    rank: int, elements: int, dtype: torch.dtype, within: Any, read: bool, options: dict[str, Any]
 ) -> None:
+    """In the third window; no messages are sent either."""
     with within():
-        assert len(allreduced(rank, elements, **options)) == (0 if read else 1)
-
-
-def allreduced(rank: int, elements: int, dtype: torch.dtype = torch.float32, **options: Any) -> list[int]:
-    """Bytes of gradients that the third window adds up by allreduces; it sends no messages."""
-    model = fastddp.DistributedDataParallel(Parameter(torch.zeros(elements, dtype=dtype)), **options)
-    for _ in range(3):
-        model.zero_grad()
-        with Traffic() as traffic:
-            model(rank + 1.0).backward()
+        model = fastddp.DistributedDataParallel(Parameter(torch.zeros(elements, dtype=dtype)), **options)
+        for _ in range(3):
+            model.zero_grad()
+            with Traffic() as traffic:
+                model(rank + 1.0).backward()
     assert torch.equal(model.module.weight.grad, torch.full((elements,), 1.5, dtype=dtype))
-    assert traffic.messages == []
-    return traffic.sums
+    assert (traffic.messages, len(traffic.sums)) == ([], 0 if read else 1)
 
 
 class Parameter(nn.Module):
@@ -201,13 +178,11 @@ def test_ranks_are_added_in_their_order_whoever_adds(rank: int, sharded: bool, c
 def test_a_sharded_step_sends_no_messages(rank: int) -> None:
     model = fastddp.DistributedDataParallel(nn.Linear(700, 700, bias=False))
     optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
-    sent = []
     for _ in range(3):
         with Traffic() as traffic:
             model(torch.ones(1, 700)).sum().backward()
             optimizer.step()
-        sent.append(traffic.messages)
-    assert sent[-1] == []
+    assert traffic.messages == []
 
 
 @on_ranks(2)
@@ -236,7 +211,7 @@ def test_parameters_may_change_when_a_step_has_returned_though_another_rank_read
 def test_a_wire_is_given_back_when_another_rank_has_read_it(rank: int) -> None:
     """Rank 0 has finished its first bucket while rank 1 is still busy; memory of that length is unmapped when freed."""
     size = 3000
-    module = nn.Sequential(nn.Linear(size, size, bias=False), nn.Linear(size, size, bias=False))
+    module = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(2)))
     for layer in module:
         nn.init.constant_(layer.weight, 1 / size)
     model = fastddp.DistributedDataParallel(module, bucket_cap_mb=1, lazy_bucket_allocation=True)

@@ -15,6 +15,7 @@ import fastddp
 from fastddp import comm_hooks
 from fastddp.ranks import placement
 from nodes import Traffic, by_messages, on_machines
+from on_ranks import on_ranks
 from parts import Parts, wrapped
 from ranks import RankPool
 from test_lanes import LONG
@@ -25,23 +26,21 @@ PAIRS, MIXED, UNEQUAL = (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1)
 LOPSIDED, ONE, EACH_ALONE = (0, 0, 0, 1), (0, 0, 0, 0), (0, 1, 2, 3)
 
 
-def found(rank: int, nodes: Nodes | None, members: list[int]) -> tuple[tuple[int, ...], int]:
-    """What ranks find out, where nothing is put in too, and how often they ask each other for it."""
-    group = dist.new_group(members)
-    if rank not in members:
-        return (), 0
-    here = on_machines(rank, nodes) if nodes else contextlib.nullcontext()
-    with here, mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as all_gather:
-        first = placement.nodes_of(group)
-        assert placement.nodes_of(group) == first
-    return first, all_gather.call_count
-
-
-def test_ranks_ask_each_other_once_where_they_are(ranks: RankPool) -> None:
-    assert ranks.run(found, 4, (7, 3, 7, 5), [0, 1, 2, 3]) == [((0, 1, 0, 2), 1)] * 4
-    assert ranks.run(found, 4, (7, 3, 7, 3), [1, 2, 3]) == [((), 0), *[((0, 1, 0), 1)] * 3]
-    assert ranks.run(found, 4, (7, 3, 7, 3), [0, 2]) == [((0, 1), 0), ((), 0)] * 2
-    assert ranks.run(found, 3, None, [0, 1, 2]) == [((0, 0, 0), 1)] * 3  # on this machine
+@on_ranks(4)
+def test_ranks_ask_each_other_once_where_they_are(rank: int) -> None:
+    for nodes, members, expected, questions in [
+        ((7, 3, 7, 5), [0, 1, 2, 3], (0, 1, 0, 2), 1),
+        ((7, 3, 7, 3), [1, 2, 3], (0, 1, 0), 1),
+        ((7, 3, 7, 3), [0, 2], (0, 1), 0),
+        (None, [0, 1, 2], (0, 0, 0), 1),  # on this machine
+    ]:
+        group = dist.new_group(members)
+        if rank not in members:
+            continue
+        here = on_machines(rank, nodes) if nodes else contextlib.nullcontext()
+        with here, mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as all_gather:
+            assert placement.nodes_of(group) == placement.nodes_of(group) == expected
+        assert all_gather.call_count == questions
 
 
 def sent(rank: int, nodes: Nodes) -> list[tuple[int, int]]:

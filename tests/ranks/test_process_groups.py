@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fake_cuda
 import fastddp
 from fastddp.ranks import groups, hierarchy, lanes, wire_memory
-from fastddp.ranks.averages import divides_first
+from fastddp.ranks.agreement import divides_first
 from fastddp.window.step_check import _ALL_STEPS
 from on_ranks import on_ranks
 from ranks import RankPool
@@ -125,8 +125,6 @@ def test_the_process_group_can_be_replaced(rank: int) -> None:
             model(torch.full((1, 1), rank + 1.0)).sum().backward()
             assert model.module.weight.grad.item() == 2.0
 
-
-# ------------------------------------------------------------------------------------------- groups that fastddp makes
 
 CUDA = torch.device("cuda", 0)
 MODEL = [4, 5, 6, 7]
