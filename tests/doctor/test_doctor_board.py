@@ -72,11 +72,8 @@ def test_a_step_that_cannot_be_read_is_said_to_be(store: dist.Store) -> None:
     board.tell(0, 3, "joining")
     store.set("step/1", pickle.dumps(Harmful()))
     silent = board.collect("backend", [0, 1, 2], 0).silent
-    assert [silent[rank].words for rank in range(3)] == [
-        "joining",
-        "something that cannot be read",
-        "nowhere: it has not come",
-    ]
+    words = ["joining", "something that cannot be read", "nowhere: it has not come"]
+    assert [silent[rank].words for rank in range(3)] == words
     assert silent[0].number == 3
 
 
