@@ -20,8 +20,6 @@ from typing import Any
 
 from fastddp.watch.corruption import CorruptionError
 
-_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-
 
 def leave_reports(reports: Iterable[str]) -> None:
     """Write into that file what fastddp knows of the exception that ends this process; if nothing, do nothing.
@@ -52,7 +50,7 @@ def leave_reports(reports: Iterable[str]) -> None:
 
 def _path() -> Path | None:
     """None: no file is named, or it is not a regular one, as /dev/null."""
-    name = os.environ.get(_VARIABLE)
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     path = Path(name) if name else None
     return None if path is None or (path.exists() and not path.is_file()) else path
 

@@ -7,11 +7,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
 
 PAUSE = 0.5  # seconds between two looks
-
-Owner = TypeVar("Owner")
 
 _lookouts: dict[weakref.ref[object], list[Callable[[], None]]] = {}
 _thread: threading.Thread | None = None

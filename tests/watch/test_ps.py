@@ -145,7 +145,7 @@ def test_processes_that_share_a_model_are_a_job() -> None:
         for job, rank, pid, wrapper in [*unsaid, *later, *first]
     ]
     jobs = live.in_jobs(ranks)
-    found = [sorted((of.job, of.rank, of.pid, of.wrapper) for of in job.ranks) for job in jobs]
+    found = [sorted((of.job, of.rank, of.pid, of.wrapper) for of in job) for job in jobs]
     assert found == [sorted(first), later, unsaid]
     said = printing.heading(jobs[0])
     for part in ("train.py", "2 of 2 ranks on node", "step 5 to 6"):
@@ -301,7 +301,7 @@ def test_a_page_of_a_process_that_is_gone_goes_an_hour_after_somebody_has_found_
     # First somebody finds it, however old it is.
     for found, stays in ((0, True), (time.time() - 3500, True), (time.time() - 3700, False)):
         os.utime(left, (found, found))
-        live.forget_old()
+        _pages.remove_left_pages()
         assert left.exists() == stays
     assert Path(page.path).exists()
 
