@@ -24,11 +24,8 @@ from fastddp.watch.corruption import CorruptionError
 def leave_reports(reports: Iterable[str]) -> None:
     """Write into that file what fastddp knows of the exception that ends this process; if nothing, do nothing.
 
-    If ``@record`` has written the exception already, the reports are added to it.
-
-    Args:
-        reports: stall reports in JSON, as C++ writes them, of the steps in which this process ends; empty ones are left
-            out. They are only made if there is such a file.
+    If ``@record`` has written the exception already, the reports are added to it: stall reports in JSON, as C++ writes
+    them, of the steps in which this process ends. Empty ones are left out; they are only made if there is such a file.
     """
     path = _path()
     error: BaseException | None = getattr(sys, "last_value", None)

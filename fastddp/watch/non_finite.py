@@ -98,12 +98,7 @@ def blame(now: InForce) -> NonFinite | None:
 
 
 class NonFiniteWatch:
-    """Tells of gradients that were not finite, or too large, in a model's last window.
-
-    Args:
-        now: what is in force.
-        tell: whom to tell.
-    """
+    """Tells of gradients that were not finite, or too large, in a model's last window."""
 
     def __init__(self, now: InForce, tell: OnCorruption) -> None:
         self._now = now

@@ -35,8 +35,7 @@ def libraries() -> list[tuple[str, int]]:
 def lines_of_main_thread(ranks: Collection[int] = ()) -> list[str]:
     """Its calls, the innermost last; then what it waits for: workers of a data loader, or a collective of ``ranks``.
 
-    Args:
-        ranks: global ones, of a model. Empty: no collective is looked for.
+    These are global ones, of a model. Empty: no collective is looked for.
     """
     ident = threading.main_thread().ident
     frame = None if ident is None else sys._current_frames().get(ident)

@@ -154,7 +154,7 @@ WRITES: dict[str, tuple[Callable[..., Tensor], int]] = {
 }
 
 
-@pytest.mark.tier("slow", but_one_in=5)
+@pytest.mark.tier("slow", but_one_in=10)
 @pytest.mark.parametrize(
     ("step", "value"), [*itertools.product([*WRITES][:4], [0.01, torch.nan]), *((step, None) for step in [*WRITES][4:])]
 )

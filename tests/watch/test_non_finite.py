@@ -235,6 +235,7 @@ def test_what_an_optimizer_has_spread_is_no_ranks_fault(ranks: RankPool) -> None
             assert "No rank is to blame" in message
 
 
+@pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
 @pytest.mark.parametrize("calls_back", [True, False])
 def test_on_a_device_a_rank_says_a_step_later_what_it_knows(

@@ -107,7 +107,10 @@ def who_has_not_stepped(rank: int, gather: Any, device: str) -> None:
         assert any("test_stalls.py" in line for line in report.stack)
 
 
-@pytest.mark.parametrize(("gather", "device"), [("step", "cpu"), ("forward", "cpu"), ("step", DEVICE)])
+@pytest.mark.parametrize(
+    ("gather", "device"),
+    [("step", "cpu"), pytest.param("forward", "cpu", marks=pytest.mark.tier("slow")), ("step", DEVICE)],
+)
 def test_who_waits_for_parameters_names_the_rank_that_has_not_stepped(
     ranks: RankPool, simulated_ranks: RankPool, gather: str, device: str
 ) -> None:
