@@ -18,8 +18,7 @@ from torch import Tensor
 from fastddp.errors import see
 from fastddp.in_force import InForce
 from fastddp.ranks.together import together
-from fastddp.watch.corruption import Corruption, OnCorruption, deliver
-from fastddp.watch.scaler import a_scaler_steps
+from fastddp.watch.corruption import Corruption, OnCorruption, a_scaler_steps, deliver
 
 _log = logging.getLogger("fastddp")
 

@@ -81,7 +81,6 @@ def test_where_no_page_can_be_shared_one_line_says_so_and_a_process_that_ends_ta
         (lambda content: content[:40], "too short"),
         (lambda content: content[:-1], "shorter than it says"),
         (lambda content: b"\0" * 8 + content[8:], "no page of a rank"),  # not written yet
-        (lambda content: content[:8] + b"\x63" + content[9:], "version 99"),
         (None, "page: No such file"),
     ],
 )

@@ -189,7 +189,7 @@ def look(pids: Collection[int] = ()) -> Node:
     """Read the pages of this user's processes, or of those in ``pids``."""
     ranks, unreadable = [], []
     for path in _pages.shared_pages():
-        pid = _pid_of(path)
+        pid = pid_of(path)
         if pids and pid not in pids:
             continue
         try:
@@ -240,7 +240,7 @@ def remove_gone(node: Node) -> list[str]:
     return removed
 
 
-def _pid_of(path: str) -> int | None:
+def pid_of(path: str) -> int | None:
     """From the name, fastddp-<user>-<pid>-<number>."""
     parts = Path(path).name.split("-")
     return int(parts[2]) if len(parts) > 2 and parts[2].isdecimal() else None
