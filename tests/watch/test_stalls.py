@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
 
@@ -188,17 +188,14 @@ def test_a_rank_that_was_slow_and_then_stands_still_is_reported_again(rank: int)
         if not report.is_soft:
             store.set("seen", "")
 
-    def pause(module: nn.Module, inputs: object, output: Tensor) -> None:
-        output.register_hook(lambda gradient: sleep())
-
-    def sleep() -> None:
+    def pause(*_: object) -> None:
         if pauses:
             time.sleep(pauses.pop())
             assert pauses or until(lambda: store.check(["seen"]))
 
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     for layer in layers:
-        layer.register_forward_hook(pause)
+        layer.register_full_backward_pre_hook(pause)
     model = fastddp.DistributedDataParallel(layers, watch=fastddp.Watch(stall=note, patience=2.0))
     for step in range(5):
         if step == 4 and rank == 1:
