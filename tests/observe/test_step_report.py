@@ -19,8 +19,6 @@ from hooks_by_name import register
 from on_ranks import on_ranks
 
 NAN = math.nan
-
-
 Bucket = tuple[float, float, float]
 
 

@@ -143,8 +143,6 @@ def unlike(sparse: bool, *uses: bool) -> dict[str, Any]:
 HUGE = {"2.weight": dict.fromkeys(range(1600), 1e25)}
 SEVERAL: Puts = {0: {"2.bias": {0: NAN}}, 1: {"4.bias": {0: NAN}}, 2: {"4.bias": {0: NAN}, "0.bias": {0: NAN}}}
 OF_BIAS: Puts = {1: {"maybe.bias": {2: NAN}}}
-
-
 UNDER_EVERY_EXCHANGE = [
     {"steps": 4, "exchange": exchange, "device": device, "gradient_as_bucket_view": view, "set_to_none": to_none}
     for exchange, device, view, to_none in itertools.product(EXCHANGES, ["cpu", DEVICE], [False, True], [False, True])
