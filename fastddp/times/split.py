@@ -1,16 +1,8 @@
 """What the time of a step was for.
 
 The definitions follow HolisticTraceAnalysis. On each rank the intervals of all compute activities are merged, and so
-are the intervals of all communication. The time of a step is then
-
-- *compute only*: compute and no communication,
-- *overlapped*: both,
-- *exposed*: communication and no compute. The step would save this if communication took no time,
-- *copies*: neither, but a copy or a memset on the device,
-- *idle*: none of these.
-
-The five add up to the step. Compute is a device's kernels; on the CPU, operators. Waiting for a collective is neither
-compute nor communication. Fastddp's pack and unpack are compute.
+are the intervals of all communication. Compute is a device's kernels; on the CPU, operators. Waiting for a collective
+is neither compute nor communication. Fastddp's pack and unpack are compute.
 """
 
 from __future__ import annotations

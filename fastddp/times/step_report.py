@@ -59,11 +59,7 @@ class StepReport:
 
     @classmethod
     def of(
-        cls,
-        times: StepTimes,
-        bucket_ends: Sequence[tuple[str, str, int]],
-        history: RankHistory | None = None,
-        rank: int = 0,
+        cls, times: StepTimes, bucket_ends: Sequence[tuple[str, str, int]], history: RankHistory | None, rank: int
     ) -> StepReport:
         """The report of a step that the reducer has sampled.
 

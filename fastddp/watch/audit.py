@@ -36,14 +36,9 @@ _PRESENT, _DESCRIPTION, _DIGESTS = range(3)
 
 
 class Audit:
-    """Compares replicas, for one reducer.
+    """Compares replicas, for one reducer: each tensor once in ``every`` steps, by collectives on ``device``.
 
-    Args:
-        every: each tensor is compared once in this many steps.
-        tell: whom to tell of a difference.
-        tensors: what to compare.
-        process_group: the model's ranks; reports use its numbers.
-        device: where tensors must live for collectives.
+    Reports use the numbers of ranks in ``process_group``.
     """
 
     def __init__(
@@ -78,11 +73,7 @@ class Audit:
     def begin_window(self, reducer: Reducer, exchange: Exchange, setting: Setting, counts: bool) -> None:
         """Report what earlier windows have shown, and send this window's digests; a collective.
 
-        Args:
-            reducer: between two windows.
-            exchange: of the window.
-            setting: of the model.
-            counts: whether this rank's tensors are compared; not if it has no inputs (torch's Join).
+        ``counts``: whether this rank's tensors are compared; not if it has no inputs (torch's Join).
 
         Raises:
             CorruptionError: ``Watch.corruption`` is "raise". The user's callable may raise any error. A further call
@@ -137,8 +128,6 @@ class Audit:
     @functools.cached_property
     def _stream(self) -> torch.Stream | None:
         return waiting_stream(self._device)
-
-    # ------------------------------------------------------------------------------------------- what has been found
 
     def _tell(self) -> None:
         while self._sent and self._sent[0].gathering.has_arrived(self._stream):

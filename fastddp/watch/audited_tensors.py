@@ -51,11 +51,7 @@ class Round:
 
 
 class AuditedTensors:
-    """Parameters, and the optimizer state and buffers that a user adds.
-
-    Args:
-        parameters: (name, parameter) pairs, frozen ones too.
-    """
+    """Parameters (frozen ones too), and the optimizer state and buffers that a user adds."""
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
         self._parameters = parameters

@@ -51,6 +51,20 @@ class CorruptionError(RuntimeError):
 OnCorruption: TypeAlias = Literal["report", "raise"] | Callable[[Corruption], object] | None
 
 
+_a_scaler_steps = False
+
+
+def note_scaler() -> None:
+    """A ``GradScaler`` was asked to step an optimizer in this process."""
+    global _a_scaler_steps
+    _a_scaler_steps = True
+
+
+def a_scaler_steps() -> bool:
+    """Whether one ever was: then gradients that are not finite are normal now and then."""
+    return _a_scaler_steps
+
+
 def deliver(corruption: Corruption, to: OnCorruption) -> None:
     """Do with ``corruption`` what ``Watch.corruption`` says.
 

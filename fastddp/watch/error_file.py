@@ -20,17 +20,12 @@ from typing import Any
 
 from fastddp.watch.corruption import CorruptionError
 
-_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-
 
 def leave_reports(reports: Iterable[str]) -> None:
     """Write into that file what fastddp knows of the exception that ends this process; if nothing, do nothing.
 
-    If ``@record`` has written the exception already, the reports are added to it.
-
-    Args:
-        reports: stall reports in JSON, as C++ writes them, of the steps in which this process ends; empty ones are left
-            out. They are only made if there is such a file.
+    If ``@record`` has written the exception already, the reports are added to it: stall reports in JSON, as C++ writes
+    them, of the steps in which this process ends. Empty ones are left out; they are only made if there is such a file.
     """
     path = _path()
     error: BaseException | None = getattr(sys, "last_value", None)
@@ -52,7 +47,7 @@ def leave_reports(reports: Iterable[str]) -> None:
 
 def _path() -> Path | None:
     """None: no file is named, or it is not a regular one, as /dev/null."""
-    name = os.environ.get(_VARIABLE)
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     path = Path(name) if name else None
     return None if path is None or (path.exists() and not path.is_file()) else path
 

@@ -13,9 +13,7 @@ from fastddp.ranks.together import finish
 class Gathering:
     """The rows of all ranks of ``group``, on their way. All ranks make these in the same order.
 
-    Args:
-        row: [columns], of any dtype, on the device of the group's collectives; as long on every rank.
-        group: the ranks.
+    ``row``: [columns], of any dtype, on the device of the group's collectives; as long on every rank.
     """
 
     def __init__(self, row: Tensor, group: dist.ProcessGroup) -> None:

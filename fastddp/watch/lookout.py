@@ -7,11 +7,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
 
 PAUSE = 0.5  # seconds between two looks
-
-Owner = TypeVar("Owner")
 
 _lookouts: dict[weakref.ref[object], list[Callable[[], None]]] = {}
 _thread: threading.Thread | None = None
@@ -19,11 +16,9 @@ _lock = threading.Lock()
 
 
 def look_now_and_then(owner: object, look: Callable[[], None]) -> None:
-    """Call ``look()`` twice a second, from another thread, for as long as ``owner`` lives.
+    """Call ``look()``, whose errors are lost, twice a second, from another thread, for as long as ``owner`` lives.
 
-    Args:
-        owner: not kept alive; ``look`` must not keep it alive either.
-        look: its errors are lost.
+    ``look`` must not keep it alive.
     """
     global _thread
     with _lock:

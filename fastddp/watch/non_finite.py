@@ -18,8 +18,7 @@ from torch import Tensor
 from fastddp.errors import see
 from fastddp.exchange.in_force import InForce
 from fastddp.ranks.together import together
-from fastddp.watch.corruption import Corruption, OnCorruption, deliver
-from fastddp.watch.scaler import a_scaler_steps
+from fastddp.watch.corruption import Corruption, OnCorruption, a_scaler_steps, deliver
 
 _log = logging.getLogger("fastddp")
 
@@ -98,12 +97,7 @@ def blame(now: InForce) -> NonFinite | None:
 
 
 class NonFiniteWatch:
-    """Tells of gradients that were not finite, or too large, in a model's last window.
-
-    Args:
-        now: what is in force.
-        tell: whom to tell.
-    """
+    """Tells of gradients that were not finite, or too large, in a model's last window."""
 
     def __init__(self, now: InForce, tell: OnCorruption) -> None:
         self._now = now

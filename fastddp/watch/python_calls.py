@@ -35,8 +35,7 @@ def libraries() -> list[tuple[str, int]]:
 def lines_of_main_thread(ranks: Collection[int] = ()) -> list[str]:
     """Its calls, the innermost last; then what it waits for: workers of a data loader, or a collective of ``ranks``.
 
-    Args:
-        ranks: global ones, of a model. Empty: no collective is looked for.
+    These are global ones, of a model. Empty: no collective is looked for.
     """
     ident = threading.main_thread().ident
     frame = None if ident is None else sys._current_frames().get(ident)
@@ -46,26 +45,24 @@ def lines_of_main_thread(ranks: Collection[int] = ()) -> list[str]:
     return calls_in_lines(calls, libraries()) + _workers_of_its_data_loader(frame) + _collective(frame, ranks)
 
 
-def _collective(frame: FrameType | None, ranks: Collection[int]) -> list[str]:
+def _collective(frame: FrameType, ranks: Collection[int]) -> list[str]:
     """The line is known in ``csrc/watch/diagnosis.cpp``."""
-    while frame is not None and ranks:
-        code = frame.f_code
+    for outer, _ in traceback.walk_stack(frame) if ranks else ():
+        code = outer.f_code
         if code.co_filename.endswith(_COLLECTIVES) and "group" in code.co_varnames and code.co_name not in _BETWEEN_TWO:
-            group = frame.f_locals.get("group") or dist.group.WORLD
+            group = outer.f_locals.get("group") or dist.group.WORLD
             if isinstance(group, dist.ProcessGroup) and {*ranks} <= {*dist.get_process_group_ranks(group)}:
                 return [f"(a collective of all ranks of the model: {code.co_name})"]
-        frame = frame.f_back
     return []
 
 
-def _workers_of_its_data_loader(frame: FrameType | None) -> list[str]:
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_LOADER):
-            workers = getattr(frame.f_locals.get("self"), "_workers", None)
+def _workers_of_its_data_loader(frame: FrameType) -> list[str]:
+    for outer, _ in traceback.walk_stack(frame):
+        if outer.f_code.co_filename.endswith(_LOADER):
+            workers = getattr(outer.f_locals.get("self"), "_workers", None)
             if workers:
                 states = ", ".join(f"{worker.pid} {state_of(worker.pid)}" for worker in workers)
                 return [f"(workers of this data loader: {states})"]
-        frame = frame.f_back
     return []
 
 

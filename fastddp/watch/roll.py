@@ -48,8 +48,7 @@ def leave(error: str) -> None:
 def who_has_ended(group: dist.ProcessGroup) -> str:
     """Which ranks have ended or are stopped, or never came, in words; empty: none, as far as anyone knows.
 
-    Args:
-        group: in which a collective has failed. Where no model is over it, ranks are those of the first model's group.
+    A collective in ``group`` has failed. Where no model is over it, ranks are those of the first model's group.
     """
     group = group if group in _entered else next(iter(_entered), group)
     try:

@@ -22,17 +22,11 @@ _MOST_LINES = 8  # at once
 
 
 class SlowRanks:
-    """Gathers what the reducer samples, and says who is slow, for one model.
+    """Gathers what the reducer samples, by collectives on ``device``, and says who is slow, for one model.
 
     Rows are sent in the first forward of a window that synchronises: the same window on all ranks, whatever each of
     them has sampled. Window ``first`` and every ``every``-th one are sent one window later; on a device, which lags
     behind its host, four windows later. A rank that lags even more sends a row without times.
-
-    Args:
-        every: windows from one sample to the next.
-        first: the first one.
-        process_group: the model's ranks.
-        device: where tensors must live for collectives.
     """
 
     def __init__(self, every: int, first: int, process_group: dist.ProcessGroup, device: torch.device) -> None:

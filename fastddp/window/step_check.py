@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fastddp.exchange.in_force import InForce
 from fastddp.module.main_gradients import check_optimizer
-from fastddp.watch.scaler import note_scaler
+from fastddp.watch.corruption import note_scaler
 from fastddp.window.local_steps import LocalSteps
 
 

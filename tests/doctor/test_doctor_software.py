@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,43 +57,41 @@ def run_python(code: str, *arguments: str) -> tuple[int, str, str]:
 
 
 SPOILT = {
-    "for another torch": (
-        "_build_info.py",
-        b"torch_version = '2.99.0'\n",
-        "built for torch 2.99.0, but",
-    ),
+    "for another torch": ("_build_info.py", b"torch_version = '2.99.0'\n", "built for torch 2.99.0, but"),
     "no library": ("_C*.so", b"not a library", "fastddp._C does not import: "),
     "never built": ("_C*.so", None, "not been built."),
 }
+
+
+@contextmanager
+def spoilt(copy: Path, how: str) -> Iterator[None]:
+    pattern, content, _ = SPOILT[how]
+    (file,) = (copy / "fastddp").glob(pattern)
+    before = file.read_bytes()
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    yield
+    file.write_bytes(before)
 
 
 @pytest.mark.tier("nightly", but_one_in=3)
 @pytest.mark.tier("slow")
 @pytest.mark.parametrize("how", SPOILT)
 def test_an_extension_that_is_of_no_use_is_wrong_and_the_rest_is_checked(copy: Path, how: str) -> None:
-    pattern, content, said = SPOILT[how]
-    (file,) = (copy / "fastddp").glob(pattern)
-    before = file.read_bytes()
-    file.unlink()
-    if content is not None:
-        file.write_bytes(content)
-    try:
+    with spoilt(copy, how):
         status, out, errors = run_command(copy, "doctor")
         imported = run_python(f"sys.path.insert(0, {str(copy)!r}); import fastddp")
-    finally:
-        file.write_bytes(before)
     assert (status, errors) == (1, "")
     assert "WRONG fastddp._C: " in out
-    assert said in out
+    assert SPOILT[how][2] in out
     assert "pip install --no-build-isolation" in out
     assert "Kernels" not in out
     assert "ImportError" in imported[2]  # everywhere else it is an error as ever
 
 
+@pytest.mark.tier("slow")
 def test_what_needs_the_extension_raises_the_error_of_the_import(copy: Path) -> None:
-    folder = copy / "fastddp"
-    info = (folder / "_build_info.py").read_bytes()
-    (folder / "_build_info.py").write_bytes(SPOILT["for another torch"][1])
     code = f"""
 sys.path.insert(0, {str(copy)!r})
 import fastddp_command
@@ -104,22 +104,22 @@ for ask in (lambda: fastddp.DistributedDataParallel, lambda: __import__("fastddp
         print("built for torch 2.99.0" in str(error))
 print(hasattr(fastddp, "__wrapped__"))
 """
-    try:
-        assert run_python(code)[1].splitlines() == ["True", "True", "False"]
-    finally:
-        (folder / "_build_info.py").write_bytes(info)
+    with spoilt(copy, "for another torch"):
+        _, out, _ = run_python(code)
+    assert out.splitlines() == ["True", "True", "False"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    ["--help", "doctor --help", "ps", "ps --json", "trace --help", "explain", "explain FD010"],
-)
-def test_help_and_ps_do_without_torch(arguments: str) -> None:
-    code = f"""
+def test_help_and_ps_do_without_torch() -> None:
+    code = """
 import sys
 sys.modules["torch"] = sys.modules["numpy"] = None
-sys.argv[1:] = {arguments.split()}
-from fastddp_command import main; main()
+from fastddp_command import main
+for arguments in ("--help", "doctor --help", "ps", "ps --json", "trace --help", "explain", "explain FD010"):
+    sys.argv[1:] = arguments.split()
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, arguments
 """
     ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -141,8 +141,6 @@ print(fastddp.clip_grad_norm_ is fastddp.sharding.clipping.clip_grad_norm_)
 
 
 FITS = replace(INSTALLED, torch="2.13.0", misfit=None, triton_problem=None, driver="", gpus=())
-
-
 WITHOUT_TRITON = replace(FITS, triton=None, triton_problem="Triton does not import: No module named 'triton'.")
 
 

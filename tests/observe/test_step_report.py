@@ -19,8 +19,6 @@ from hooks_by_name import register
 from on_ranks import on_ranks
 
 NAN = math.nan
-
-
 Bucket = tuple[float, float, float]
 
 
@@ -30,7 +28,7 @@ def report(buckets: list[Bucket], computed: float, end: float, next: float, **ot
     times.buckets = [SimpleNamespace(ready=ready, start=start, end=end) for ready, start, end in buckets]
     times.gather_before = times.gather_after = 0.0
     vars(times).update(others)
-    return StepReport.of(times, [(f"{index}.weight", f"{index}.bias", 1000) for index in range(len(buckets))])
+    return StepReport.of(times, [(f"{index}.weight", f"{index}.bias", 1000) for index in range(len(buckets))], None, 0)
 
 
 TWO = report([(2, 2, 6), (4, 5, 12)], computed=10, end=12, next=15)

@@ -303,9 +303,6 @@ def test_no_alarm_where_ranks_run_out_of_inputs(rank: int) -> None:
 
 @on_ranks(1)
 def test_what_is_refused(rank: int) -> None:
-    for value in (0, -1, 1.5, True, "10"):
-        with pytest.raises((TypeError, ValueError), match=rf"audit_every=...\) is .*{value}"):
-            fastddp.Watch(audit_every=value)
     with pytest.raises(RuntimeError, match="audit_every=N"):
         fastddp.DistributedDataParallel(Mlp()).audit()
     model = fastddp.DistributedDataParallel(Mlp(), watch=fastddp.Watch(audit_every=1))
@@ -317,9 +314,6 @@ def test_what_is_refused(rank: int) -> None:
         model.audit(buffers=["2.running_mean"])
     with pytest.raises(ValueError, match="all ranks have alike, and ZeroRedundancyOptimizer"):
         model.audit(ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
-
-
-# ------------------------------------------------------------------------------------------------------ digests of bits
 
 
 CPU = torch.device("cpu")
@@ -364,24 +358,22 @@ def test_places_signs_and_lengths_count() -> None:
     assert len({*digests, int(_C.Digests().of([(None, 0, 1)], CPU))}) == 11
 
 
-def test_a_slice_is_what_it_would_be_alone() -> None:
-    tensor = torch.randn(7, 11)
-    assert digest(tensor, 5, 30) == digest(tensor.flatten()[5:30].clone())
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
+        torch.randn(7, 11),
         torch.randn(6, 4).t(),
         torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
         torch.randn(4, 1).expand(4, 3),
         torch.randn(5, dtype=torch.complex64).conj(),
         torch.randn(10)[::2],
     ],
-    ids=["transposed", "channels_last", "expanded", "conjugated", "strided"],
+    ids=["contiguous", "transposed", "channels_last", "expanded", "conjugated", "strided"],
 )
-def test_elements_count_in_logical_order(tensor: Tensor) -> None:
-    assert digest(tensor) == digest(tensor.resolve_conj().contiguous())
+def test_elements_count_in_logical_order_and_a_slice_is_what_it_would_be_alone(tensor: Tensor) -> None:
+    alone = tensor.resolve_conj().contiguous()
+    assert digest(tensor) == digest(alone)
+    assert digest(tensor, 2, 5) == digest(alone.flatten()[2:5].clone())
 
 
 @on_ranks(1, pool="simulated_ranks")

@@ -39,8 +39,6 @@ def gathers(rank: int, **fields: Any) -> str:
 
 
 SILENT = ""  # a rank that has written nothing
-
-
 WAIT = [record(0), record(1)]
 GOES_ON = elsewhere(2, "after_backward", still=0.2)
 RAISED = elsewhere(2, "after_backward", state="reducing")  # its backward has

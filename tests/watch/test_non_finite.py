@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import astuple
 from functools import partial
@@ -46,18 +45,11 @@ def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(first, nn.ReLU(), second, nn.GELU(), third)
 
 
-def wrapped(
-    device: str = "cpu",
-    exchange: str = PLAIN,
-    make: Callable[[], nn.Module] = layers,
-    corruption: Any = None,
-    **options: Any,
-) -> fastddp.DistributedDataParallel:
+def wrapped(device: str = "cpu", exchange: str = PLAIN, make: Any = layers, **options: Any) -> Any:
     torch.manual_seed(0)
     # On a busy machine a watch would ask the simulated device, which goes on when asked: memory would be free sooner.
-    model = fastddp.DistributedDataParallel(
-        make().to(device), bucket_cap_mb=0.003, watch=fastddp.Watch(stall=None, corruption=corruption), **options
-    )
+    watch = fastddp.Watch(stall=None, corruption=options.pop("corruption", None))
+    model = fastddp.DistributedDataParallel(make().to(device), bucket_cap_mb=0.003, watch=watch, **options)
     register(model, exchange)
     return model
 
@@ -82,9 +74,6 @@ def backward(model: nn.Module, rank: int, step: int, device: str = "cpu") -> Non
     generator = torch.Generator().manual_seed(1000 * rank + step)
     inputs = torch.randn(4, 8, generator=generator).to(device, next(model.parameters()).dtype)
     model(inputs).square().sum().backward()
-
-
-# ------------------------------------------------------------------------------------------- rank, parameter, how many
 
 
 def spoilt(
@@ -124,33 +113,6 @@ TWO: Puts = {1: {"0.weight": {3: NAN, 7: INF}, "2.weight": {11: NAN, 500: -INF, 
 OF_TWO = [(1, "2.weight", 3, 1600), (1, "0.weight", 2, 320)]
 
 
-def spoilt_in_all_ways(rank: int, device: str, exchange: str) -> list[tuple[list[NonFinite | None], list[Corruption]]]:
-    return [
-        spoilt(rank, TWO, 4, device, exchange, set_to_none, gradient_as_bucket_view=view)
-        for view, set_to_none in itertools.product([False, True], repeat=2)
-    ]
-
-
-@pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("device", ["cpu", DEVICE])
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_rank_parameter_and_elements_are_told_under_every_exchange(
-    pools: dict[str, RankPool], device: str, exchange: str
-) -> None:
-    for rank, ways in enumerate(pools[device].run(spoilt_in_all_ways, 2, device, exchange)):
-        for (*before, found), told in ways:
-            assert before == [None] * 3
-            assert (found.rank, found.parameter, found.count, found.elements, found.total) == (*OF_TWO[0], 2)
-            assert list(map(astuple, found.gradients)) == OF_TWO
-            if device == "cpu" and exchange == "noop" and rank == 0:
-                assert told == []  # under it a rank keeps its gradients, and speaks for itself
-            elif device == "cpu":
-                assert [(of.kind, of.step, of.ranks, of.parameter) for of in told] == [
-                    ("non_finite", 4, (1,), "2.weight")
-                ]
-                assert "rank 1 brought 3 of 1600 elements" in told[0].message
-
-
 class Pairs(nn.Linear):
     def __init__(self) -> None:
         super().__init__(8, 2, dtype=torch.complex64)
@@ -181,13 +143,20 @@ def unlike(sparse: bool, *uses: bool) -> dict[str, Any]:
 HUGE = {"2.weight": dict.fromkeys(range(1600), 1e25)}
 SEVERAL: Puts = {0: {"2.bias": {0: NAN}}, 1: {"4.bias": {0: NAN}}, 2: {"4.bias": {0: NAN}, "0.bias": {0: NAN}}}
 OF_BIAS: Puts = {1: {"maybe.bias": {2: NAN}}}
+UNDER_EVERY_EXCHANGE = [
+    {"steps": 4, "exchange": exchange, "device": device, "gradient_as_bucket_view": view, "set_to_none": to_none}
+    for exchange, device, view, to_none in itertools.product(EXCHANGES, ["cpu", DEVICE], [False, True], [False, True])
+]
 
 
 @pytest.mark.parametrize(
     ("puts", "options", "expected"),
     [
+        *[
+            pytest.param(TWO, options, OF_TWO, marks=pytest.mark.tier("slow", but_one_in=5))
+            for options in UNDER_EVERY_EXCHANGE
+        ],
         (TWO, {}, OF_TWO),
-        (TWO, {"steps": 2}, OF_TWO),  # buckets have been rebuilt
         ({0: {"2.bias": {5: INF}}}, {}, [(0, "2.bias", 1, 40)]),
         (SEVERAL, {"steps": 2}, [(1, "4.bias", 1, 4), (2, "4.bias", 1, 4), (0, "2.bias", 1, 40), (2, "0.bias", 1, 40)]),
         ({1: {"2.bias": {5: INF}}}, {"accumulates": True}, [(1, "2.bias", 1, 40)]),
@@ -206,17 +175,18 @@ def test_of_all_kinds_of_gradients_those_that_are_not_finite_are_told_the_first_
     pools: dict[str, RankPool], puts: Puts, options: dict[str, Any], expected: list[tuple[int, str, int, int]]
 ) -> None:
     device = options.get("device", "cpu")
-    for (*before, found), told in pools[device].run(spoilt, 1 + max(puts), puts, **options):
+    culprits = tuple(sorted({rank for rank, *_ in expected}))
+    for rank, ((*before, found), told) in enumerate(pools[device].run(spoilt, 1 + max(puts), puts, **options)):
         assert before == [None] * len(before)
+        assert (found.rank, found.parameter, found.count, found.elements) == expected[0]
         assert list(map(astuple, found.gradients)) == expected
+        assert found.total == len(expected)
         if device == "cpu":
-            culprits = tuple(sorted({rank for rank, *_ in expected}))
-            assert [(of.kind, of.step, of.ranks, of.parameter) for of in told] == [
-                ("non_finite", options.get("steps", 1), culprits, expected[0][1])
-            ]
-
-
-# ------------------------------------------------------------------------------------ a loss that is not finite, once
+            assert [(of.kind, of.step, of.ranks, of.parameter) for of in told] == (
+                []
+                if options.get("exchange") == "noop" and rank == 0  # keeps its gradients, and speaks for itself
+                else [("non_finite", options.get("steps", 1), culprits, expected[0][1])]
+            )
 
 
 def said_of_a_loss(rank: int, calls_back: bool, takes: bool = False, order: str = "") -> list[list[str]]:
@@ -263,6 +233,7 @@ def test_what_an_optimizer_has_spread_is_no_ranks_fault(ranks: RankPool) -> None
             assert "No rank is to blame" in message
 
 
+@pytest.mark.tier("slow", but_one_in=2)
 @pytest.mark.parametrize("order", ["lazy", "others_first", "random"])
 @pytest.mark.parametrize("calls_back", [True, False])
 def test_on_a_device_a_rank_says_a_step_later_what_it_knows(
@@ -344,9 +315,6 @@ def test_the_first_module_whose_output_is_not_finite_is_found(
     assert all(re.search("on rank 1 the output of " + words, found.message) for found in told)
 
 
-# --------------------------------------------------------------------------------------------- finite on every rank
-
-
 CAST, SUM = {"leaves_out": True}, {"gradient_average": "sum"}
 
 
@@ -389,9 +357,6 @@ def test_what_is_finite_on_each_rank_is_told_as_too_large_or_as_not_finite_after
             assert all("finite before the cast" in text for text in (str(found), *(of.message for of in told)))
 
 
-# ------------------------------------------------------------------------------------------------- where it is told
-
-
 @pytest.mark.parametrize(
     ("where", "value", "words"),
     [
@@ -429,9 +394,6 @@ def test_errors_say_what_to_do(rank: int) -> None:
         model.blame_non_finite()
     with pytest.raises(RuntimeError, match="between the backward"):
         wrapped(corruption="raise").blame_non_finite()
-
-
-# ------------------------------------------------------------------------------------------------- what it costs
 
 
 def costs_of_a_step(rank: int, exchange: str, set_to_none: bool, view: bool = False) -> tuple[Counter[str], int, int]:
@@ -492,9 +454,6 @@ def test_a_healthy_step_on_a_device_has_one_reduction_more_however_many_buckets(
     plain, watched = operators
     # Whether it is above 0 goes into the status.
     assert watched - plain == {"aten::sum": 1, "aten::gt": 1, "aten::mul": 1}
-
-
-# ---------------------------------------------------------------------------------------------------- on a device
 
 
 @pytest.mark.parametrize("exchange", [PLAIN, "bf16", LOW_RANK])

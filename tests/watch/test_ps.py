@@ -36,9 +36,6 @@ def invoke(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-# ---------------------------------------------------------------------------------------------- facts, from a snapshot
-
-
 def snapshot(doing: str = "backward", state: str = "reducing", **changes: Any) -> Any:
     """Of six parameters in three buckets; the first two have come."""
     sent = [SimpleNamespace(lane=0, first=7, last=8)]
@@ -132,10 +129,10 @@ def test_who_stands_out_is_coloured(changes: dict[str, Any], concern: str | None
     assert ("--remove-gone" in out) == (concern == "gone")
 
 
-def rendered(rank: live.LiveRank, width: int = 200, color: bool = False) -> str:
+def rendered(*ranks: live.LiveRank, width: int = 200, color: bool = False, **how: Any) -> str:
     console = Console(width=width, force_terminal=color, color_system="standard" if color else None)
     with console.capture() as capture:
-        console.print(printing.page(live.Node((rank,))))
+        console.print(printing.page(live.Node(ranks, how.pop("unreadable", ())), **how))
     return capture.get()
 
 
@@ -148,7 +145,7 @@ def test_processes_that_share_a_model_are_a_job() -> None:
         for job, rank, pid, wrapper in [*unsaid, *later, *first]
     ]
     jobs = live.in_jobs(ranks)
-    found = [sorted((of.job, of.rank, of.pid, of.wrapper) for of in job.ranks) for job in jobs]
+    found = [sorted((of.job, of.rank, of.pid, of.wrapper) for of in job) for job in jobs]
     assert found == [sorted(first), later, unsaid]
     said = printing.heading(jobs[0])
     for part in ("train.py", "2 of 2 ranks on node", "step 5 to 6"):
@@ -156,24 +153,16 @@ def test_processes_that_share_a_model_are_a_job() -> None:
     assert "1 of 2 ranks" in printing.heading(jobs[2])
 
 
-def test_jobs_that_are_gone_share_a_line() -> None:
+def test_what_is_left_of_processes_that_are_gone_shares_a_line() -> None:
     gone = replace(AT_REST, process="gone", started=1.0)
-    node = live.Node((gone, replace(gone, job=78, pid=1, started=2.0), replace(AT_REST, job=79, pid=2, started=3.0)))
-    for with_gone, tables in ((False, 1), (True, 3)):
-        console = Console(width=200)
-        with console.capture() as capture:
-            console.print(printing.page(node, with_gone))
-        assert capture.get().count("steps/s") == tables
-        assert ("2 jobs that ended in haste (train.py)" in capture.get()) == (not with_gone)
-
-
-def test_status_files_of_another_version_share_that_line_once_their_processes_are_gone() -> None:
-    spoilt = [live.Unreadable(1, "gone", "of version 5", "a"), live.Unreadable(2, "runs", "of version 4", "b")]
-    for with_gone, shown in ((False, ["of version 4", "1 status file"]), (True, ["of version 5", "of version 4"])):
-        console = Console(width=200)
-        with console.capture() as capture:
-            console.print(printing.page(live.Node((), tuple(spoilt)), with_gone))
-        assert [words in line for words, line in zip(shown, capture.get().splitlines(), strict=True)] == [True, True]
+    ranks = (gone, replace(gone, job=78, pid=1, started=2.0), replace(AT_REST, job=79, pid=2, started=3.0))
+    spoilt = (live.Unreadable(1, "gone", "of version 5", "a"), live.Unreadable(2, "runs", "of version 4", "b"))
+    for with_gone in (False, True):
+        out = rendered(*ranks, unreadable=spoilt, with_gone=with_gone)
+        assert "of version 4" in out
+        assert (out.count("steps/s"), "of version 5" in out) == ((3, True) if with_gone else (1, False))
+        for folded in ("2 jobs that ended in haste (train.py)", "1 status file"):
+            assert (folded in out) == (not with_gone)
 
 
 def test_a_table_fits_80_columns_and_shows_names_as_they_are() -> None:
@@ -200,9 +189,6 @@ def test_json_has_all_that_is_known_of_a_rank_and_its_page_names_every_field() -
     assert replace(AT_REST, step_seconds=()).steps_per_second is None
     text = (ROOT / "docs" / "commands.md").read_text()
     assert [name for name in rank if f"`{name}`" not in text] == []
-
-
-# -------------------------------------------------------------------------------------------------- pages of this test
 
 
 @pytest.fixture
@@ -259,14 +245,17 @@ def test_a_process_without_a_page_is_an_error_with_a_remedy(page: _C.Progress) -
     assert "Process 1 has no status file" in errors
 
 
+def another_version(content: bytes) -> bytes:
+    return content[:8] + bytes([99]) + content[9:]
+
+
 @needs_shared_memory
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda content: content[:8] + b"\x63" + content[9:], "version 99"),
+        (another_version, "version 99"),
         (lambda content: content.replace(b"a[red]", b"\xff\xfe\xff\xff\xff\xff"), "no text"),
     ],
-    ids=["another version", "names that are none"],
 )
 def test_a_page_that_cannot_be_read_is_a_line(
     page: _C.Progress, change: Callable[[bytes], bytes], problem: str
@@ -307,19 +296,13 @@ def test_a_page_of_a_process_that_is_gone_goes_an_hour_after_somebody_has_found_
     killed = subprocess.run([sys.executable, "-P", "-c", owner + "os.kill(os.getpid(), signal.SIGKILL)"], stdout=-1)
     left = Path(killed.stdout.decode().strip())
     if version == "another":
-        with left.open("r+b") as file:
-            file.seek(8)
-            file.write(bytes([99]))
-    for path in (left, Path(page.path)):
-        os.utime(path, (0, 0))
-    live.forget_old()  # which finds it for the first time, however old it is
-    assert left.exists()
-    os.utime(left, (time.time() - 3500,) * 2)
-    live.forget_old()
-    assert left.exists()
-    os.utime(left, (time.time() - 3700,) * 2)
-    live.forget_old()
-    assert not left.exists()
+        left.write_bytes(another_version(left.read_bytes()))
+    os.utime(page.path, (0, 0))
+    # First somebody finds it, however old it is.
+    for found, stays in ((0, True), (time.time() - 3500, True), (time.time() - 3700, False)):
+        os.utime(left, (found, found))
+        _pages.remove_left_pages()
+        assert left.exists() == stays
     assert Path(page.path).exists()
 
 

@@ -40,9 +40,6 @@ def history(samples: Sequence[Tensor]) -> RankHistory:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------- a verdict
-
-
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 9])
 def test_a_rank_that_is_slow_in_a_phase_is_named_with_it(phase: str, ranks: int) -> None:
@@ -107,21 +104,21 @@ def test_little_is_no_verdict(ms: float, step: float, is_late: bool) -> None:
     assert bool(history(samples).delays) == is_late
 
 
-KINDS_OF_NOISE: dict[str, Callable[[Tensor], Tensor]] = {
-    "normal": lambda noise: noise,
-    "outliers": lambda noise: noise.exp().clamp(max=500) / 10,
-    "of one rank": lambda noise: torch.cat([noise[:1], noise[1:] / 20]),
-}
-
-
 @pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("kind", KINDS_OF_NOISE)
-def test_noise_is_no_verdict(ranks: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda normal: normal,
+        lambda outliers: outliers.exp().clamp(max=500) / 10,
+        lambda of_one_rank: torch.cat([of_one_rank[:1], of_one_rank[1:] / 20]),
+    ],
+)
+def test_noise_is_no_verdict(ranks: int, kind: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(ranks)
     found = RankHistory()
     for window in range(400):
         sample = rows(window, {}, ranks)
-        noise = KINDS_OF_NOISE[kind](10 * torch.randn(ranks, len(PHASES), dtype=torch.float64))
+        noise = kind(10 * torch.randn(ranks, len(PHASES), dtype=torch.float64))
         sample[:, 3:] = (sample[:, 3:] + noise).clamp(min=0)
         found.add(sample)
         assert [delay for delay in found.delays if delay.rank is not None] == []
@@ -149,8 +146,6 @@ def test_two_slow_ranks_are_both_named() -> None:
     # Without it the step would last as long as on rank 2, which is not slow.
     assert [delay.share for delay in found.delays] == pytest.approx([18 / 130, 28 / 130])
 
-
-# ----------------------------------------------------------------------------------------------- and what follows it
 
 SLOW: More = {3: {"backward": 30.0}}
 SAID = (3, "backward", 11)
@@ -192,9 +187,6 @@ def test_a_rank_without_times_is_left_out() -> None:
     assert [delay.rank for delay in found.delays] == [1]
     assert [math.isnan(rank.late) for rank in found.ranks] == [False, False, True, True]
     assert found.step == 10 * SAMPLES + 1
-
-
-# ------------------------------------------------------------------------------------------------------ what is told
 
 
 def test_ranks_are_told_as_they_were_in_the_last_sample() -> None:

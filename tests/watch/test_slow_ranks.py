@@ -165,9 +165,6 @@ def test_rank_0_says_who_is_slow_once_and_when_that_is_over(ranks: RankPool, pla
     assert all(lines == [] for verdict in others for lines, _ in verdict)
 
 
-# ------------------------------------------------------------------------------------------------- what is started
-
-
 @pytest.mark.parametrize(
     ("every", "compare", "more"),
     [
@@ -201,9 +198,6 @@ def test_one_rank_compares_nothing(rank: int) -> None:
     for _ in range(3):
         training.step()
     assert training.model.step_report().ranks == ()
-
-
-# ------------------------------------------------------------------------------------- with whatever else there is
 
 
 def plain_step(model: nn.Module) -> None:

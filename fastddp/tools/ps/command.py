@@ -43,6 +43,7 @@ def ps(
     Exit status: 0; 1 if a PID has no status file, or if fastddp's extension cannot be imported; 2 for wrong usage.
     """
     try:
+        from fastddp import _pages
         from fastddp.tools.ps import live
     except ImportError as error:
         raise _refuse(f"what ranks say is read by fastddp's extension, which cannot be imported. {error}") from None
@@ -51,7 +52,7 @@ def ps(
     from fastddp.tools.ps import printing
 
     chosen = pids or []
-    live.forget_old()
+    _pages.remove_left_pages()  # of processes that are gone, an hour after somebody has found them there
     node = live.look(chosen)
     if strangers := live.without_page(chosen, node):
         raise _refuse(" ".join(_why_no_page(pid) for pid in strangers) + _REMEDY)

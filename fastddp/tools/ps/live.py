@@ -194,38 +194,27 @@ def look(pids: Collection[int] = ()) -> Node:
             continue
         try:
             ranks.append(live_rank(_pages.read_page(path), path))
-        except RuntimeError as error:
-            problem = str(error).removeprefix("fastddp: ")
-            unreadable.append(Unreadable(pid, _pages.life_of_owner(path), problem, path))
-        except UnicodeDecodeError:
-            problem = f"{path} cannot be read: its names are no text"
+        except (RuntimeError, UnicodeDecodeError) as error:
+            says = isinstance(error, RuntimeError)
+            problem = str(error).removeprefix("fastddp: ") if says else f"{path} cannot be read: its names are no text"
             unreadable.append(Unreadable(pid, _pages.life_of_owner(path), problem, path))
     # Leave out a page that vanished meanwhile: its owner has ended.
     unreadable = [of for of in unreadable if Path(of.path).exists()]
-    return Node(tuple(rank for job in in_jobs(ranks) for rank in job.ranks), tuple(unreadable))
+    return Node(tuple(rank for job in in_jobs(ranks) for rank in job), tuple(unreadable))
 
 
-@dataclass(frozen=True)
-class Job:
-    """The processes that train together, with all of their wrappers, as far as this node has them."""
+def in_jobs(ranks: Iterable[LiveRank]) -> list[list[LiveRank]]:
+    """Those that train together, with all of their wrappers, as far as this node has them; the latest job last.
 
-    ranks: tuple[LiveRank, ...]
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether none of its processes is there any more."""
-        return all(rank.process == "gone" for rank in self.ranks)
-
-
-def in_jobs(ranks: Iterable[LiveRank]) -> list[Job]:
-    """The jobs, the latest last. A process with several wrappers is in one job with all who share one of them."""
+    A process with several wrappers is in one job with all who share one of them.
+    """
     jobs: list[list[LiveRank]] = []
     for rank in ranks:
         together = [job for job in jobs if any(_train_together(rank, other) for other in job)]
         jobs = [job for job in jobs if job not in together]
         jobs.append([*(other for job in together for other in job), rank])
-    ordered = [Job(tuple(sorted(job, key=lambda of: (of.rank, of.pid, of.wrapper)))) for job in jobs]
-    return sorted(ordered, key=lambda job: (min(of.started or 0 for of in job.ranks), job.ranks[0].pid))
+    ordered = [sorted(job, key=lambda of: (of.rank, of.pid, of.wrapper)) for job in jobs]
+    return sorted(ordered, key=lambda job: (min(of.started or 0 for of in job), job[0].pid))
 
 
 def _train_together(one: LiveRank, other: LiveRank) -> bool:
@@ -249,11 +238,6 @@ def remove_gone(node: Node) -> list[str]:
     for path in removed:
         _pages.remove_page(path)
     return removed
-
-
-def forget_old() -> None:
-    """Remove pages of processes that are gone, an hour after somebody has found them there."""
-    _pages.remove_left_pages()
 
 
 def pid_of(path: str) -> int | None:

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fastddp.tools.ps.live import FOLDER, Job, LiveRank, Node, in_jobs
+from fastddp.tools.ps.live import FOLDER, LiveRank, Node, in_jobs
 from fastddp.tools.trace.wording import LONGEST_NAME, UNKNOWN, printable, shortened
 
 VERSION = 2
@@ -73,8 +73,8 @@ def _in_backward(rank: LiveRank) -> str:
     if rank.window not in ("armed", "reducing"):
         return "in a backward without synchronisation"
     if rank.missing:
-        of_bucket = f" of bucket {rank.bucket}"
-        return f"in backward: {_gradients(rank, of_bucket)} {_are(rank)} missing ({_names(rank)})"
+        are = "is" if len(rank.missing) == 1 else "are"
+        return f"in backward: {_gradients(rank)} of bucket {rank.bucket} {are} missing ({_names(rank)})"
     return "in backward: all gradients have come" if rank.all_came else "in backward"
 
 
@@ -98,13 +98,9 @@ def _bucket_of(rank: LiveRank) -> str:
     return "a bucket" if rank.bucket is None else f"bucket {rank.bucket} of {rank.buckets}"
 
 
-def _gradients(rank: LiveRank, of: str = "") -> str:
+def _gradients(rank: LiveRank) -> str:
     count = len(rank.missing)
-    return f"{count} gradient{'' if count == 1 else 's'}{of}"
-
-
-def _are(rank: LiveRank) -> str:
-    return "is" if len(rank.missing) == 1 else "are"
+    return f"{count} gradient{'' if count == 1 else 's'}"
 
 
 def _names(rank: LiveRank) -> str:
@@ -120,31 +116,28 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-# --------------------------------------------------------------------------------------------------------------- a page
-
-
 def page(node: Node, with_gone: bool = True) -> RenderableType:
     """The page for a screen: a table a job. Without ``with_gone``, jobs that are gone share a line."""
     jobs = in_jobs(node.ranks)
-    folded = [] if with_gone else [job for job in jobs if job.is_gone]
+    folded = [] if with_gone else [job for job in jobs if all(rank.process == "gone" for rank in job)]
     old = [] if with_gone else [of for of in node.unreadable if of.process == "gone"]
     parts: list[RenderableType] = []
     for job in jobs:
         if job not in folded:
-            parts += [Text(heading(job), style="bold"), _table(job.ranks), Text("")]
+            parts += [Text(heading(job), style="bold"), _table(job), Text("")]
     parts += [Text(printable(of.problem), style="yellow") for of in node.unreadable if of not in old]
     if folded or old:
         parts.append(Text(_of_gone(folded, len(old))))
     elif any(rank.process == "gone" for rank in node.ranks):
         parts.append(Text(_GONE))
-    return Group(*parts) if parts else Text(nothing())
+    return Group(*parts) if parts else Text(NOTHING if FOLDER.is_dir() else NO_SHARED_MEMORY)
 
 
-def heading(job: Job) -> str:
+def heading(job: Sequence[LiveRank]) -> str:
     """The job's script, its start, how many of its ranks are here, and how far they are."""
-    first = job.ranks[0]
-    steps = [rank.step for rank in job.ranks]
-    here, whole = len({(rank.rank, rank.pid) for rank in job.ranks}), max(rank.ranks for rank in job.ranks)
+    first = job[0]
+    steps = [rank.step for rank in job]
+    here, whole = len({(rank.rank, rank.pid) for rank in job}), max(rank.ranks for rank in job)
     started = None if first.started is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.started))
     parts = [
         printable(first.script) or "a script without a name",
@@ -155,17 +148,12 @@ def heading(job: Job) -> str:
     return ", ".join(parts)
 
 
-def _of_gone(jobs: Sequence[Job], unreadable: int) -> str:
-    names = ", ".join(dict.fromkeys(printable(job.ranks[0].script) or "a script without a name" for job in jobs))
+def _of_gone(jobs: Sequence[Sequence[LiveRank]], unreadable: int) -> str:
+    names = ", ".join(dict.fromkeys(printable(job[0].script) or "a script without a name" for job in jobs))
     parts = [f"{len(jobs)} job{'' if len(jobs) == 1 else 's'} that ended in haste ({names})"] if jobs else []
     if unreadable:
         parts.append(f"{unreadable} status file{'' if unreadable == 1 else 's'} of another version, of no process")
     return f"{' and '.join(parts)}: fastddp ps --all shows what was done last, --remove-gone forgets it."
-
-
-def nothing() -> str:
-    """Why there is nothing to show."""
-    return NOTHING if FOLDER.is_dir() else NO_SHARED_MEMORY
 
 
 def _table(ranks: Sequence[LiveRank]) -> Table:
@@ -209,9 +197,6 @@ def _three_digits(number: float | None) -> str:
     return f"{number:,.{0 if number >= 100 else 1 if number >= 10 else 2}f}"
 
 
-# ----------------------------------------------------------------------------------------------------------------- JSON
-
-
 def as_json(node: Node) -> str:
     """One document, in ASCII (docs/commands.md)."""
     whole = {
@@ -224,29 +209,7 @@ def as_json(node: Node) -> str:
 
 
 def _values(rank: LiveRank) -> dict[str, Any]:
-    return {
-        "host": rank.host,
-        "ranks": rank.ranks,
-        "rank": rank.rank,
-        "pid": rank.pid,
-        "wrapper": rank.wrapper,
-        "process": rank.process,
-        "step": rank.step,
-        "window": rank.window,
-        "doing": rank.doing,
-        "in_words": in_words(rank),
-        "seconds": rank.seconds,
-        "bucket": rank.bucket,
-        "collectives": [asdict(of) for of in rank.collectives],
-        "buckets": rank.buckets,
-        "missing": list(rank.missing),
-        "last_parameter": rank.last_parameter,
-        "last_bucket": rank.last_bucket,
-        "step_seconds": list(rank.step_seconds),
-        "steps_per_second": rank.steps_per_second,
-        "concern": rank.concern,
-        "path": rank.path,
-        "job": rank.job,
-        "script": rank.script,
-        "started": rank.started,
-    }
+    known = asdict(rank)
+    del known["all_came"], known["runs_user_code"]  # in_words has them
+    also = {"in_words": in_words(rank), "steps_per_second": rank.steps_per_second, "concern": rank.concern}
+    return known | also
