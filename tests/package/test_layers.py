@@ -1,17 +1,25 @@
 """Folders refer only to those before them in docs/design.md: data flows one way, nothing goes in circles.
 
-In csrc/ by includes, in fastddp/ by imports, those for type checkers and those in functions too.
+In csrc/ by includes, in fastddp/ by imports, those for type checkers and those in functions too. And nothing is left of
+what went: what a user can set is read by the engine, and what C++ offers to Python is used.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from repository import ROOT
+import fastddp
+from fastddp.comm_hooks import BlockState, CompressState, PowerSGDState
+from fastddp.config import Config
+from repository import ROOT, TESTS
 
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "fastddp"
 # What the build writes or maps into the package: it imports nothing of fastddp's, and everybody may import it.
@@ -100,3 +108,52 @@ def test_collectives_outside_of_windows_go_through_together() -> None:
         if plain.search(line) or waits.search(line)
     ]
     assert found == []
+
+
+# -------------------------------------------------------------------------------------------------- what is reached
+
+
+OPTIONS: dict[type, set[str]] = {
+    kind: {field.name for field in dataclasses.fields(kind)} for kind in (Config, fastddp.Watch)
+} | {kind: {*inspect.signature(kind).parameters} for kind in (BlockState, CompressState, PowerSGDState)}
+ENGINE = [*(ROOT / "fastddp").rglob("*.py")]
+USERS = [*ENGINE, *(ROOT / "bench").rglob("*.py"), *TESTS.rglob("*.py")]
+
+
+IGNORED = {"batch_tensors_with_same_shape"}
+"""Torch's, which says how many launches its hook takes: fastddp's takes one for all matrices of a bucket."""
+
+
+def attributes(path: Path) -> set[str]:
+    """What a file reads of any object, except where an object is made and its arguments are checked."""
+    tree = ast.parse(path.read_text())
+    makers = {"__init__", "__post_init__"}
+    making = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name in makers
+        for part in ast.walk(node)
+    }
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in making
+    }
+
+
+@pytest.mark.parametrize("kind", OPTIONS, ids=lambda kind: kind.__name__)
+def test_options_are_read(kind: Any) -> None:
+    read = set[str]().union(*(attributes(path) for path in ENGINE))
+    assert OPTIONS[kind] - read - IGNORED == set()
+
+
+def test_what_the_extension_offers_is_used() -> None:
+    stubs = (ROOT / "fastddp" / "_C.pyi").read_text()
+    offered = {
+        node.name
+        for node in ast.walk(ast.parse(stubs))
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("__")
+    }
+    used = set(re.findall(r"\w+", " ".join(path.read_text() for path in USERS)))
+    returned = set(re.findall(r"\w+", " ".join(re.findall(r"->.*|: .*", stubs))))
+    assert offered - used - returned == set()
