@@ -88,7 +88,6 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("\n}", "", "holds no bucket plan: it is not JSON, or it was cut short"),
         ('"buckets": [', '"buckets": null, "more": [', "holds no valid bucket plan"),
         ('"shape": [\n      3\n     ],', "", r"buckets\[0\].parameters\[0\].shape is missing. Write it anew"),
         ("float32", "float31", 'torch has no dtype "float31"'),
@@ -219,24 +218,16 @@ SHORTER = planned({"second": (4,), "first": (4,)})
 DIFFERING: dict[str, tuple[list[object], tuple[str, str]]] = {
     "another bucket": ([FITTING, OTHER], ("'first' of shape (4,), torch.float32, in bucket 0", "in bucket 1")),
     "fits on rank 0 alone": ([FITTING, SHORTER], ("'second' of shape (4,)", "'third' is in no bucket")),
-    "fits on rank 1 alone": ([SHORTER, FITTING], ("'third' is in no bucket", "'second' of shape (4,)")),
     "no file on rank 1": ([FITTING, "/nowhere/plan.json"], ("'second' of", "No such file or directory: '/nowhere")),
-    "nested on rank 1": ([FITTING, "nested.json"], ("'second' of", "it is nested more than 32 deep")),
-    "an infinite shape on rank 0": (["infinite.json", FITTING], ("shape[0]: expected a whole number", "'second' of")),
     "half of a character on rank 1": ([FITTING, "half.json"], ("'second' of", "there is no such field")),
-    "none on rank 1": ([FITTING, None], ("'second' of shape (4,), torch.float32, in bucket 0", "none of this number")),
     "none on rank 0": ([None, FITTING], ("none of this number", "'second' of shape (4,), torch.float32, in bucket 0")),
     "no plan but a number": ([FITTING, 3], ("'second' of", "a plan that cannot be used: buckets is")),
 }
 
 
-# What a file may have in place of the first 4 of a shape; or after its first bracket.
-BAD_FILES = {"nested.json": "[" * 100_000, "infinite.json": "1e999", "half.json": '4], "\\ud800": [0'}
-
-
-def a_bad_file(path: Path) -> Path:
+def with_half_a_character(path: Path) -> Path:
     FITTING.save(path)
-    path.write_text(re.sub(r"\b4\b", lambda match: BAD_FILES[path.name], path.read_text(), count=1))
+    path.write_text(path.read_text().replace('"shape"', '"\\ud800": 0, "shape"', 1))
     return path
 
 
@@ -247,7 +238,7 @@ WITHOUT_INIT_SYNC = [(case, False) for case, (plans, _) in DIFFERING.items() if 
 @pytest.mark.parametrize(("case", "init_sync"), [*((case, True) for case in DIFFERING), *WITHOUT_INIT_SYNC])
 def test_plans_that_differ_raise_on_every_rank(ranks: RankPool, case: str, init_sync: bool, tmp_path: Path) -> None:
     plans, (on_rank_0, on_rank_1) = DIFFERING[case]
-    plans = [a_bad_file(tmp_path / plan) if plan in BAD_FILES else plan for plan in plans]
+    plans = [with_half_a_character(tmp_path / plan) if plan == "half.json" else plan for plan in plans]
     first, second = ranks.errors(wrapped_with, 2, plans, {"init_sync": init_sync})
     assert first.type_name == "RuntimeError"
     assert first.message == second.message
