@@ -24,18 +24,7 @@ from repository import ROOT
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
 sys.path.append(str(ROOT))
 
-from bench import (
-    cases,
-    contestants,
-    harness,
-    losses,
-    netns,
-    pays,
-    soak,
-    step,
-    tasks,
-    training,
-)
+from bench import cases, contestants, harness, losses, netns, pays, soak, step, tasks, training
 
 for _name in ("bit_flips.__main__", "faults.__main__", "kernels", "sharded", "watching"):
     importlib.import_module(f"bench.{_name}")
@@ -148,45 +137,27 @@ def _about_alarms(rows: Rows) -> None:
     assert [(row["alarms"], row["replicas_agree"]) for row in rows] == [([], True)] * 2
 
 
+SMALL = "--layers 1 --width 64 --rounds 2 --warmup 2"
 RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
     ("soak", "--mode watched --steps 32 --every 8", _about_alarms),
     ("bit_flips.__main__", "--target parameter --ranks 2", _about_flips),
-    (
-        "faults.__main__",
-        "--fault exit-0-between --ranks 2 --exchange plain --patience 2 --scale 64",
-        _about_faults,
-    ),
+    ("faults.__main__", "--fault exit-0-between --ranks 2 --exchange plain --patience 2 --scale 64", _about_faults),
     ("kernels", "--quick --rounds 1", _about_kernels),
     (
         "step",
         "--rate 1gbit --case 500x32sq --contestants torch fastddp --hook none fp16 --rounds 2 --warmup 2",
         _about_network,
     ),
-    (
-        "pays",
-        "--model 500x32sq --batch 2 --ranks 2 --rate loopback --rounds 2 --warmup 2",
-        _about_pays,
-    ),
+    ("pays", "--model 500x32sq --batch 2 --ranks 2 --rate loopback --rounds 2 --warmup 2", _about_pays),
     ("soak", "--mode default failing --steps 24 --every 4", _about_soak),
     (
         "step",
         "--case 500x32sq --contestant alone torch fastddp --hook bf16 powersgd1 --rounds 2 --warmup 2 --backend gloo",
         _about_step,
     ),
-    (
-        "sharded",
-        (
-            "--layers 1 --width 64 --rounds 2 --warmup 2 "
-            "--contestants torch zero sharded fsdp2 sharded-int8 sharded-bf16"
-        ),
-        _about_sharded,
-    ),
+    ("sharded", f"{SMALL} --contestants torch zero sharded fsdp2 sharded-int8 sharded-bf16", _about_sharded),
     ("sharded", "--memory --layers 8 --width 256 --steps 3 --contestants torch sharded-lazy", _about_memory),
-    (
-        "sharded",
-        "--rate 1gbit --layers 1 --width 64 --rounds 2 --warmup 2 --contestants sharded sharded-int8",
-        _about_sharded_network,
-    ),
+    ("sharded", f"{SMALL} --rate 1gbit --contestants sharded sharded-int8", _about_sharded_network),
     (
         "training",
         "--task gpt digits --setting uncompressed torch powersgd2 sharded sharded-int8-rounded --seeds 1 --steps 4",
@@ -206,8 +177,8 @@ def test_a_small_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if "1gbit" in arguments and netns.unavailable() is not None:
-        pytest.skip(netns.unavailable())
+    if "1gbit" in arguments and (reason := netns.unavailable()):
+        pytest.skip(reason)
     if "digits" in arguments:
         pytest.importorskip("sklearn")
     bench, path = _bench(name), tmp_path / "rows.json"
@@ -260,11 +231,7 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("ends", "wrong"),
-    [
-        (step.exit_if_wrong, {"gradients": "WRONG"}),
-        (soak.exit_if_growing, {"grows": ["keys"]}),
-    ],
+    ("ends", "wrong"), [(step.exit_if_wrong, {"gradients": "WRONG"}), (soak.exit_if_growing, {"grows": ["keys"]})]
 )
 def test_the_exit_status_says_that_something_was_wrong(ends: Callable[[Rows], None], wrong: harness.Row) -> None:
     row: harness.Row = {"contestant": "fastddp", "case": "gpt2", "gradients": "equal", "rank": 1}
