@@ -54,9 +54,7 @@ def main() -> None:
         rounds = options.rounds or rounds_at(rate)
         minutes = needs_minutes(model, batch, ranks, rate, rounds + options.warmup)
         if minutes > options.longest:
-            print(
-                f"Left out: {model} x{batch} on {ranks} ranks at {rate}, which would take about {minutes:.1f} minutes."
-            )
+            print(f"Left out: {model} x{batch}, {ranks} ranks at {rate}, which would take about {minutes:.1f} minutes.")
             continue
         cell = f"{model} x{batch}, {ranks} ranks, {rate}, {rounds} rounds, {options.threads} threads"
         results.measure_if_missing(cell, measure_steps, model, batch, ranks, rate, rounds, options)

@@ -71,11 +71,11 @@ def test_gradients_are_compared_by_the_spread_of_the_reference() -> None:
     assert gradients.largest_difference([], [torch.ones(1)]) == math.inf
 
 
-@pytest.mark.parametrize("dtypes", pack.DTYPES, ids=str)
-def test_all_ways_to_pack_agree_unless_one_does_nothing(monkeypatch: pytest.MonkeyPatch, dtypes: Any) -> None:
-    assert pack.wrong_contestants(pack.contestants(0.05, *dtypes, CPU)) == set()
+@pytest.mark.parametrize(("dtype", "wire"), pack.DTYPES, ids=str)
+def test_all_ways_to_pack_agree_unless_one_does_nothing(monkeypatch: pytest.MonkeyPatch, dtype: Any, wire: Any) -> None:
+    assert pack.wrong_contestants(pack.contestants(0.05, dtype, wire, CPU)) == set()
     monkeypatch.setattr(pack, "unpack_foreach_copy", lambda bucket: None)
-    assert pack.wrong_contestants(pack.contestants(0.05, *dtypes, CPU)) == {("unpack", "_foreach_copy_")}
+    assert pack.wrong_contestants(pack.contestants(0.05, dtype, wire, CPU)) == {("unpack", "_foreach_copy_")}
 
 
 @pytest.mark.parametrize("operation", block8.OPERATIONS)

@@ -104,7 +104,8 @@ def test_other_dtypes_have_a_bucket_directly_after_the_awaited_ones_and_frozen_p
 
 
 def wrap(rank: int, cls: type, change: dict[str, Any]) -> None:
-    cls(module := Chain(), **options(module) | change)
+    module = Chain()
+    cls(module, **options(module) | change)
 
 
 FOREIGN = nn.Parameter(torch.ones(1))

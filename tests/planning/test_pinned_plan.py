@@ -195,12 +195,6 @@ def test_gradients_travel_in_the_pinned_buckets(rank: int) -> None:
     assert seen == [8, 4, 8, 4]
 
 
-def test_sizes_of_buckets_next_to_a_plan_are_refused(ranks: RankPool) -> None:
-    for option in ({"bucket_cap_mb": 1}, {"bucket_cap_mb_list": [1]}):
-        for error in ranks.errors(wrapped_with, 2, [FITTING, FITTING], option):
-            assert (error.type_name, "Leave out one" in error.message) == ("ValueError", True)
-
-
 # ------------------------------------------------------------------------------------------ errors on every rank
 
 
@@ -208,9 +202,22 @@ def wrapped_with(rank: int, plans: list[object], options: dict[str, Any]) -> Non
     wrapped(buckets=plans[rank], **options)
 
 
-def test_a_plan_that_fits_on_no_rank_says_so_on_each(ranks: RankPool) -> None:
-    for error in ranks.errors(wrapped_with, 2, [PLAN, PLAN], {}):
-        assert (error.type_name, "parameter 'b' of bucket 0" in error.message) == ("ValueError", True)
+def with_another_module(rank: int) -> None:
+    fastddp.DistributedDataParallel(nn.Linear(2, 2 + rank), buckets=FITTING)
+
+
+@pytest.mark.parametrize(
+    ("does", "arguments", "text"),
+    [
+        (wrapped_with, ([FITTING] * 2, {"bucket_cap_mb": 1}), "Leave out one"),
+        (wrapped_with, ([FITTING] * 2, {"bucket_cap_mb_list": [1]}), "Leave out one"),
+        (wrapped_with, ([PLAN] * 2, {}), "parameter 'b' of bucket 0"),
+        (with_another_module, (), "do not hold the same model"),  # and not that the plan does not fit
+    ],
+)
+def test_what_is_wrong_on_all_ranks_is_said_on_each(ranks: RankPool, does: Any, arguments: Any, text: str) -> None:
+    for error in ranks.errors(does, 2, *arguments):
+        assert text in error.message
 
 
 OTHER = planned({"second": (4,)}, {"first": (4,), "third": (4,)})
@@ -246,13 +253,3 @@ def test_plans_that_differ_raise_on_every_rank(ranks: RankPool, case: str, init_
     assert "not given the same bucket plan" in zero
     assert on_rank_0 in zero
     assert on_rank_1 in one
-
-
-def other_module_and_plan(rank: int) -> None:
-    module = nn.Linear(2, 2 + rank)
-    fastddp.DistributedDataParallel(module, buckets=FITTING)
-
-
-def test_modules_that_differ_are_reported_before_plans_that_do_not_fit(ranks: RankPool) -> None:
-    for error in ranks.errors(other_module_and_plan, 2):
-        assert "do not hold the same model" in error.message
