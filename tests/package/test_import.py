@@ -20,9 +20,8 @@ from fastddp import _build_check, _build_info
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 
 
-@pytest.mark.parametrize("version", [torch.__version__, f"{RELEASE}.99+cu999"])
-def test_any_patch_release_of_its_torch_will_do(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
+def test_any_patch_release_of_its_torch_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", f"{RELEASE}.99+cu999")
     _build_check.check_build()
 
 

@@ -82,10 +82,6 @@ def test_design_md_lists_every_part_and_each_uses_those_before_it(tree: str) -> 
         assert [other for other in used if order.index(part_of[other]) > order.index(part_of[one])] == [], one
 
 
-def test_files_of_csrc_are_in_folders() -> None:
-    assert {name.count("/") for name in SOURCES} == {1}
-
-
 @pytest.mark.parametrize("uses", [HEADERS, IMPORTS], ids=["csrc", "fastddp"])
 def test_nothing_uses_itself_by_way_of_others(uses: dict[str, set[str]]) -> None:
     left = dict(uses)

@@ -140,23 +140,6 @@ def test_a_second_plan_is_made_of_what_the_first_one_shows(rank: int) -> None:
     assert (sizes(model), measure.call_count) == ([5, 1], 1)
 
 
-NETWORKS = {
-    "latency": (Link(latency=1.0, bandwidth=1e12), [6]),
-    "neither": (Link(latency=1e-6, bandwidth=1e12), [5, 1]),  # long before the last one, all others have travelled
-    "bandwidth": (SLOW_NETWORK, [1, 5]),  # while the first one travels, all others come
-}
-
-
-@pytest.mark.parametrize("costs", NETWORKS)
-@on_ranks(2)
-def test_the_plan_is_one_for_the_network(rank: int, costs: str) -> None:
-    link, expected = NETWORKS[costs]
-    with a_network_of(link):
-        model = auto(Layers(pause=0.005))
-        train(model, STEPS + 1, 1.0)
-    assert sizes(model) == expected
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("view", [True, False])
 @on_ranks(2)
