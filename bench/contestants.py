@@ -25,7 +25,7 @@ from bench.checks import EXACT, RANKS_AGREE, Check, eight_bits, rounded_to
 
 # Who may be compared with whom. default: a gradient has memory of its own. view: gradients are views of the buckets.
 # floor: no DDP at all, what the others are made of.
-Semantics = Literal["floor", "default", "view", "find"]
+Semantics = Literal["floor", "default", "view"]
 
 
 class Step:
@@ -84,50 +84,36 @@ class Hook:
     one_bucket_in_torch: bool = False
     # Whether torch's own can be measured.
     works_in_torch: Callable[[], bool] = lambda: True
-    # Steps before the ones that count, at least.
-    warm_up: int = 0
 
 
-def _powersgd(name: str, rank: int, batched: bool) -> Hook:
+def _powersgd(name: str, rank: int) -> Hook:
     def state_and_hook(hooks: Any) -> tuple[object, Callable[..., Any]]:
         # The first two steps are allreduced, as few as error feedback allows: they are warm-up here.
         state = hooks.PowerSGDState(process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-        return state, hooks.batched_powerSGD_hook if batched else hooks.powerSGD_hook
+        return state, hooks.powerSGD_hook
 
-    return Hook(
-        name,
-        state_and_hook,
-        RANKS_AGREE,
-        held_against=f"powersgd{rank}",
-        one_bucket_in_torch=True,
-        # Torch 2.13's batched hook fails an assertion of its own as soon as it compresses.
-        works_in_torch=lambda: not batched,
-    )
+    return Hook(name, state_and_hook, RANKS_AGREE, held_against=name, one_bucket_in_torch=True)
 
 
-def _stateless(name: str, check: Check, held_against: str, **options: Any) -> Hook:
-    """One that takes no state."""
-    hook = f"{name}_hook" if name == "allreduce" else f"{name}_compress_hook"
-    return Hook(name, lambda hooks: (None, getattr(hooks, hook)), check, held_against, **options)
+def _stateless(name: str, check: Check, **options: Any) -> Hook:
+    """One that takes no state. As many bytes travel as with fp16, or fewer: all have the same mark to beat."""
+    return Hook(name, lambda hooks: (None, getattr(hooks, f"{name}_compress_hook")), check, "fp16", **options)
 
 
-_NOT_IN_TORCH: dict[str, Any] = {"works_in_torch": lambda: False}
 _HOOKS = {
     hook.name: hook
     for hook in (
-        _stateless("allreduce", EXACT, "allreduce"),
-        _stateless("fp16", rounded_to(torch.float16), "fp16"),
-        # As many bytes as fp16: both casts have the same mark to beat. Torch's DDP refuses it where torch was built
-        # without NCCL, whatever the backend.
-        _stateless("bf16", rounded_to(torch.bfloat16), "fp16", works_in_torch=lambda: dist.is_nccl_available()),
-        _stateless("int8", eight_bits(1 / 254), "fp16", **_NOT_IN_TORCH),
-        _stateless("fp8", eight_bits(1 / 28), "fp16", **_NOT_IN_TORCH),
+        _stateless("fp16", rounded_to(torch.float16)),
+        # Torch's DDP refuses it where torch was built without NCCL, whatever the backend.
+        _stateless("bf16", rounded_to(torch.bfloat16), works_in_torch=lambda: dist.is_nccl_available()),
+        _stateless("int8", eight_bits(1 / 254), works_in_torch=lambda: False),
+        _stateless("fp8", eight_bits(1 / 28), works_in_torch=lambda: False),
     )
 }
-_POWERSGD = re.compile(r"(batched-)?powersgd([1-9]\d*)")
+_POWERSGD = re.compile(r"powersgd([1-9]\d*)")
 
 NO_HOOK = "none"
-HOOK_NAMES = f"{NO_HOOK}, {', '.join(_HOOKS)}, powersgdN or batched-powersgdN with rank N"
+HOOK_NAMES = f"{NO_HOOK}, {', '.join(_HOOKS)}, powersgdN with rank N"
 
 
 def hook_named(name: str) -> Hook | None:
@@ -140,7 +126,7 @@ def hook_named(name: str) -> Hook | None:
         return None
     powersgd = _POWERSGD.fullmatch(name)
     if powersgd:
-        return _powersgd(name, int(powersgd[2]), bool(powersgd[1]))
+        return _powersgd(name, int(powersgd[1]))
     if name not in _HOOKS:
         raise ValueError(f"there is no hook {name!r}; there are {HOOK_NAMES}")
     return _HOOKS[name]
@@ -193,11 +179,6 @@ class Contestant:
         return self.hook.check if self.hook else EXACT
 
     @property
-    def warm_up(self) -> int:
-        """Steps that it has to take before the ones that count, at least."""
-        return self.hook.warm_up if self.hook else 0
-
-    @property
     def hook_name(self) -> str:
         """As on the command line."""
         return self.hook.name if self.hook else NO_HOOK
@@ -207,9 +188,9 @@ class Contestant:
         """The name of the contestant with torch's hook."""
         return f"{REFERENCE}+{self.hook.held_against}" if self.hook else None
 
-    def with_hook(self, hook: Hook | None) -> Contestant:
+    def with_hook(self, hook: Hook) -> Contestant:
         """The same with a hook."""
-        return replace(self, name=f"{self.name}+{hook.name}", hook=hook) if hook else self
+        return replace(self, name=f"{self.name}+{hook.name}", hook=hook)
 
     @property
     def exists(self) -> bool:
@@ -278,7 +259,6 @@ REFERENCE = "torch"
 
 VIEW = {"gradient_as_bucket_view": True}
 BATCHED = {"batched_grad_copy": True}
-_FIND = {"find_unused_parameters": True}
 _SELDOM: dict[str, Any] = {"by_default": False}
 _ONCE: dict[str, Any] = {"hookable": False}
 
@@ -291,11 +271,9 @@ _ALL = (
     Contestant("torch-batched", "default", "torch", BATCHED, baseline=True),
     Contestant("torch-view", "view", "torch", VIEW, baseline=True),
     Contestant("torch-view-batched", "view", "torch", VIEW | BATCHED, baseline=True),
-    Contestant("torch-find", "find", "torch", _FIND, baseline=True),
     Contestant("fastddp", "default", "fastddp"),
     Contestant("fastddp-again", "default", "fastddp", **_ONCE, **_SELDOM),
     Contestant("fastddp-view", "view", "fastddp", VIEW),
-    Contestant("fastddp-find", "find", "fastddp", _FIND),
     # The baseline of bench.pays once more, for its noise floor.
     Contestant("fastddp-bf16-again", "default", "fastddp", hook=hook_named("bf16"), **_ONCE, **_SELDOM),
     # NCCL's registered memory, and its symmetric windows with the zero-CTA policy. For several GPUs: one takes neither.
@@ -329,6 +307,6 @@ def line_up(names: Sequence[str], hooks: Sequence[str]) -> list[Contestant]:
     for hook in filter(None, map(hook_named, hooks)):
         for contestant in (c for c in chosen if c.hookable):
             if contestant.name == REFERENCE:
-                result.append(contestant.with_hook(hook_named(hook.held_against)))
+                result.append(contestant.with_hook(_HOOKS.get(hook.held_against, hook)))
             result.append(contestant.with_hook(hook))
     return list({contestant.name: contestant for contestant in result if contestant.exists}.values())

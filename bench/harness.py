@@ -356,23 +356,6 @@ def exit_if_wrong(rows: Iterable[Row], name: str, says: str) -> None:
 
 
 @contextmanager
-def picture(path: Path, rows: int, columns: int, size: tuple[float, float], **options: Any) -> Iterator[Any]:
-    """Axes, (rows, columns), that are in a file when the block ends. Takes matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file, no screen
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        rows, columns, figsize=size, layout="constrained", squeeze=False, gridspec_kw=options or None
-    )
-    yield axes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-@contextmanager
 def progress(title: str, total: int, show: bool) -> Iterator[Any]:
     """A progress bar on standard error, moved by calling what this yields.
 

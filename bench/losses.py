@@ -140,12 +140,18 @@ _COLOURS = ["black", "#999999", "#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#00
 
 def draw(path: Path, rows: Sequence[harness.Row]) -> None:
     """A column for each task: the training losses above, each seed's final losses below."""
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    with harness.picture(path, 2, len(tasks), (6.5 * len(tasks), 8.5)) as axes:
-        for column, task in enumerate(tasks):
-            mine = [row for row in rows if row["task"] == task]
-            _draw_curves(axes[0][column], mine)
-            _draw_final(axes[1][column], mine)
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file, no screen
+    import matplotlib.pyplot as plt
+
+    tasks = harness.grouped(rows, "task")
+    figure, axes = plt.subplots(2, len(tasks), figsize=(6.5 * len(tasks), 8.5), layout="constrained", squeeze=False)
+    for column, mine in enumerate(tasks.values()):
+        _draw_curves(axes[0][column], mine)
+        _draw_final(axes[1][column], mine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 def _draw_curves(axes: Any, rows: Sequence[harness.Row]) -> None:

@@ -1,9 +1,8 @@
 """PowerSGD's four kernels, against the operators of torch's hook and a plain copy of as many bytes.
 
 A bucket holds blocks of GPT-2 (small), 28 MiB of gradients each; where P is made orthogonal, 12 of them, which are 48
-matrices. `torch` does what torch's powerSGD_hook does with it,
-without its copies into flat buffers: an addition and a product, a product, a product and a subtraction, and
-torch.linalg.qr of all matrices of one shape at once. `torch a matrix` is torch.linalg.qr of each matrix.
+matrices. `torch` does what torch's powerSGD_hook does with it, without its copies into flat buffers: an addition and a
+product, a product, a product and a subtraction, and torch.linalg.qr of all matrices of one shape at once.
 """
 
 from __future__ import annotations
@@ -163,10 +162,5 @@ def _jobs(device: torch.device, quick: bool) -> Iterator[tuple[str, Callable[[],
         yield f"{operation} of {dtype}, rank {rank}", partial(_make, operation, dtype, rank, blocks, device)
 
 
-FAMILY = Family(
-    "low_rank",
-    "PowerSGD's kernels",
-    "low-rank kernel",
-    ("operation", "gradient_dtype", "rank", "gradient_mib"),
-    _jobs,
-)
+_KEYS = ("operation", "gradient_dtype", "rank", "gradient_mib")
+FAMILY = Family("low_rank", "PowerSGD's kernels", "low-rank kernel", _KEYS, _jobs)

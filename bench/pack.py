@@ -238,6 +238,5 @@ def _jobs(device: torch.device, quick: bool) -> Iterator[tuple[str, Callable[[],
         yield what, partial(_make, size, gradient, wire, device)
 
 
-FAMILY = Family(
-    "pack", "pack and unpack", "kernel", ("operation", "gradient_dtype", "wire_dtype", "gradient_mib"), _jobs
-)
+_KEYS = ("operation", "gradient_dtype", "wire_dtype", "gradient_mib")
+FAMILY = Family("pack", "pack and unpack", "kernel", _KEYS, _jobs)

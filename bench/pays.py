@@ -8,10 +8,9 @@ root. `--rate loopback` has none.
 
 The baseline is fastddp's bf16 hook, not plain gradients: it costs a user one line and no loss. What takes longer is
 printed in red. bf16 is measured twice, and how far it is from itself is the noise floor: what differs by less is called
-the same. Then the two trainings of `bench.training` run to their ends, and what counts is the time to a loss: the one
-at which bf16 ends, plus 2 %.
+the same.
 
-    python -m bench.pays --json bench/results/pays.json --plot bench/results/pays.png --resume
+    python -m bench.pays --json bench/results/pays.json --resume
 
 The file is written after each cell. With `--resume` cells that it has already are left out, if they are of the commit
 that is checked out. A cell that would take more minutes than it may is left out, and named.
@@ -23,25 +22,24 @@ import argparse
 import functools
 import itertools
 import json
+import math
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
-from bench import harness, network, pays_report, step, training
+from bench import harness, network, step
 from bench.cases import CASES, case_named
-from bench.losses import CLOSE, UNCOMPRESSED
-from bench.pays_report import AGAIN, BASELINE, IN_TWO_LEVELS
-from bench.tasks import TASKS
 
 MODULE = "bench.pays"
+BASELINE = "bf16"
+AGAIN = f"{BASELINE}-again"
+IN_TWO_LEVELS = "-nodes"  # at the end of what is exchanged in two levels
 WIRES = {"none": "plain"} | {name: name for name in (BASELINE, "int8", "fp8", "powersgd1", "powersgd4")}
 NODES = "fastddp-nodes"  # in two levels
 _TWICE = "fastddp-bf16-again"
-_WINDOW = 10  # steps that a loss is the mean of
 
 # By rate: rounds of a cell. The slower the network, the less they vary, and the longer they take.
 _ROUNDS = ((5e9, 10), (5e8, 8), (0.0, 5))
@@ -49,26 +47,20 @@ _ROUNDS = ((5e9, 10), (5e8, 8), (0.0, 5))
 
 def main() -> None:
     options = parse_arguments()
-    rates = {*(options.rate if options.model else []), *(options.training_rate if options.task else [])}
-    if network.is_skipped(MODULE, rates):
+    if network.is_skipped(MODULE, options.rate):
         return
     results = Results(options.json, options.resume)
     for model, batch, ranks, rate in itertools.product(options.model, options.batch, options.ranks, options.rate):
         rounds = options.rounds or rounds_at(rate)
         minutes = needs_minutes(model, batch, ranks, rate, rounds + options.warmup)
         if minutes > options.longest:
-            print(
-                f"Left out: {model} x{batch} on {ranks} ranks at {rate}, which would take about {minutes:.1f} minutes."
-            )
+            print(f"Left out: {model} x{batch}, {ranks} ranks at {rate}, which would take about {minutes:.1f} minutes.")
             continue
         cell = f"{model} x{batch}, {ranks} ranks, {rate}, {rounds} rounds, {options.threads} threads"
         results.measure_if_missing(cell, measure_steps, model, batch, ranks, rate, rounds, options)
-    for task, ranks, rate in itertools.product(options.task, options.training_ranks, options.training_rate):
-        for seed in range(options.seeds):
-            steps = options.steps or TASKS[task]().steps
-            cell = f"{task}, {ranks} ranks, {rate}, {steps} steps, seed {seed}, {options.threads} threads"
-            results.measure_if_missing(cell, measure_trainings, task, ranks, rate, steps, seed, options)
-    report(results.rows, options)
+    if results.rows:
+        harness.report(results.rows, [table(results.rows)], None)
+        step.exit_if_wrong(results.rows)
 
 
 class Results:
@@ -95,28 +87,8 @@ class Results:
 
 
 def still_valid(rows: Sequence[harness.Row], now: harness.Row) -> list[harness.Row]:
-    """Those that would come out again: of `now`'s commit, without changes to it then and now.
-
-    >>> rows = [{"commit": "a", "dirty": False}, {"commit": "a", "dirty": True}, {"commit": "b", "dirty": False}]
-    >>> still_valid(rows, {"commit": "a", "dirty": False})
-    [{'commit': 'a', 'dirty': False}]
-    >>> still_valid(rows, {"commit": "a", "dirty": True})
-    []
-    """
+    """Those that would come out again: of `now`'s commit, without changes to it then and now."""
     return [row for row in rows if row["commit"] == now["commit"] and row["dirty"] is now["dirty"] is False]
-
-
-def report(rows: Sequence[harness.Row], options: argparse.Namespace) -> None:
-    """Tables, picture, and exit status 1 where gradients were wrong."""
-    if not rows:
-        return
-    harness.report(rows, pays_report.tables(rows), None)
-    if options.markdown:
-        for kind in dict.fromkeys(row["kind"] for row in rows):
-            print(pays_report.markdown(rows, kind), end="\n\n")
-    if options.plot:
-        pays_report.draw(options.plot, rows)
-    step.exit_if_wrong([row for row in rows if row["kind"] == "step"])
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -130,25 +102,17 @@ def parse_arguments() -> argparse.Namespace:
     several("--batch", "times the model's own", 1, 4, type=int)
     several("--ranks", "even, half of them at each end of the cable", 2, 4, type=int)
     several("--rate", f"as for tc, or {network.LOOPBACK}", "200mbit", "1gbit", "10gbit")
-    several("--task", "trainings", *TASKS, choices=list(TASKS))
-    several("--training-rate", "of trainings", "1gbit")
-    several("--training-ranks", "of trainings", 2, type=int)
     add = parser.add_argument
-    add("--seeds", type=int, default=1, help=f"runs of each training {default}")
-    add("--steps", type=int, help="of each training (default: the task's own)")
     add("--rounds", type=int, help="steps of each contestant that count (default: by the rate)")
-    add("--longest", type=float, default=2.5, metavar="MINUTES", help=f"that a cell of steps may take {default}")
-    add("--plot", type=Path, metavar="FILE", help="draw the map (takes matplotlib)")
-    add("--markdown", action="store_true", help="print the tables for docs/compression.md too")
+    add("--longest", type=float, default=2.5, metavar="MINUTES", help=f"that a cell may take {default}")
     add("--resume", action="store_true", help="leave out cells that are in --json already, of the same commit")
     harness.add_common(parser, "cell and wire", warmup=3, threads=1)
     options = parser.parse_args()
-    network.check_rates(parser, [*options.rate, *options.training_rate])
-    if any(ranks < 2 or ranks % 2 for ranks in (*options.ranks, *options.training_ranks)):
+    network.check_rates(parser, options.rate)
+    if any(ranks < 2 or ranks % 2 for ranks in options.ranks):
         parser.error("--ranks must be even: half of them are at each end of the cable")
-    counts = (*options.batch, options.seeds, options.steps or 1, options.rounds or 1)
-    if min(counts) < 1 or options.warmup < 2:
-        parser.error("--batch, --seeds, --steps and --rounds must be at least 1, --warmup at least 2")
+    if min(*options.batch, options.rounds or 1) < 1 or options.warmup < 2:
+        parser.error("--batch and --rounds must be at least 1, --warmup at least 2")
     if options.resume and options.json is None:
         parser.error("--resume takes --json, which says what is there")
     return options
@@ -179,9 +143,6 @@ def _elements(model: str) -> int:
     return sum(parameter.numel() for parameter in case_named(model).build(torch.device("cpu"))[0].parameters())
 
 
-# --------------------------------------------------------------------------------------------------------------- steps
-
-
 def levels(ranks: int) -> list[str]:
     """The contestants that take each wire: two levels are for machines with several ranks."""
     return ["fastddp", NODES] if ranks > 2 else ["fastddp"]
@@ -208,13 +169,12 @@ def measure_steps(
     name = model if batch == 1 else f"{model}@{batch}"
     with network.cable(rate, ranks // 2) as (enter, facts):
         rows = step.spawn_ranks(name, of_step, enter)
-    columns = {"kind": "step", "model": model, "batch": batch}
-    named = [columns | row | facts | {"wire": wire_of(row["contestant"], row["hook"])} for row in rows]
-    return pays_report.judged_steps(named)
+    columns = {"model": model, "batch": batch}
+    return judged([columns | row | facts | {"wire": wire_of(row["contestant"], row["hook"])} for row in rows])
 
 
 def wire_of(contestant: str, hook: str) -> str:
-    """What the tables call a contestant.
+    """What the table calls a contestant.
 
     >>> wire_of("fastddp", "none"), wire_of("fastddp+bf16", "bf16"), wire_of("fastddp-nodes+int8", "int8")
     ('plain', 'bf16', 'int8-nodes')
@@ -228,71 +188,72 @@ def wire_of(contestant: str, hook: str) -> str:
     return WIRES[hook] + (IN_TWO_LEVELS if contestant.startswith(NODES) else "")
 
 
-# ----------------------------------------------------------------------------------------------------------- trainings
+# ------------------------------------------------------------------------------------------------------------ verdicts
 
 
-def measure_trainings(
-    task: str, ranks: int, rate: str, steps: int, seed: int, options: argparse.Namespace
-) -> list[harness.Row]:
-    """One cell: a row a wire, each trained once."""
-    wires = [*WIRES.values()]
-    if len(levels(ranks)) > 1:
-        wires += [f"{wire}{IN_TWO_LEVELS}" for wire in wires]
-    with network.cable(rate, ranks // 2) as (enter, facts):
-        arguments = (task, [*wires, AGAIN], steps, seed, options.threads)
-        rows = harness.spawn_ranks(train_all, arguments, ranks, options.threads, enter=enter)
-    return pays_report.judged_trainings([row | facts for row in rows])
+def noise_floor(again: Sequence[float], baseline: Sequence[float]) -> float:
+    """By how much a ratio of medians may be off: what the baseline, measured against itself, says round by round.
+
+    The larger of two: how far the median of its ratios is from 1, and what a median of so many ratios that scatter like
+    these is off itself, which is 1.253 standard errors, twice; their deviation is taken from the middle half of them.
+
+    >>> round(noise_floor([10.2, 10.2, 10.2, 10.2], [10.0, 10.0, 10.0, 10.0]), 3)
+    0.02
+    >>> round(noise_floor([9.0, 11.0, 9.0, 11.0], [10.0, 10.0, 10.0, 10.0]), 3)
+    0.186
+    """
+    ratios = [one / other for one, other in zip(again, baseline, strict=True)]
+    off = abs(statistics.median(ratios) - 1)
+    if len(ratios) < 2:
+        return off
+    quarters = statistics.quantiles(ratios, n=4, method="inclusive")
+    deviation = (quarters[2] - quarters[0]) / 1.349
+    return max(off, 2 * 1.253 * deviation / math.sqrt(len(ratios)))
 
 
-def train_all(task_name: str, wires: Sequence[str], steps: int, seed: int, threads: int) -> list[harness.Row]:
-    """Trains with each wire on all ranks; every rank returns the same rows."""
-    task = replace(TASKS[task_name](), steps=steps)
-    power_sgd = training.PowerSGDOptions(start=max(2, steps // 10))
-    facts = harness.environment(MODULE, torch.device("cpu"), threads)
-    facts |= {"kind": "training", "task": task.name, "task_about": task.about, "seed": seed, "steps": steps}
-    facts |= {"world_size": dist.get_world_size(), "powersgd_start": power_sgd.start, "loss_window": _WINDOW}
-    outcomes = {}
-    with harness.progress(task.name, len(wires), show=dist.get_rank() == 0) as advance:
-        for wire in wires:
-            outcomes[wire] = training.train(task, setting_of(wire), seed, power_sgd)
-            advance()
-    curves = {wire: pays_report.smoothed(outcome.losses, _WINDOW) for wire, outcome in outcomes.items()}
-    target = curves[BASELINE][-1] * (1 + CLOSE)
-    rows = []
-    for wire, outcome in outcomes.items():
-        reached = pays_report.first_step_at(curves[wire], target)
-        ends = outcome.step_ends
-        columns = {
-            "wire": wire,
-            "target_loss": round(target, 6),
-            "steps_to_loss": None if reached is None else reached + 1,
-            "seconds_to_loss": None if reached is None else round(ends[reached], 3),
-            "median_ms": round(harness.Percentiles.of(step_times(ends)).median, 3),
-            "seconds": round(ends[-1], 3),
-            "final_loss": round(curves[wire][-1], 6),
-            "evaluation_loss": round(outcome.evaluation_loss, 6),
-            "ranks_agree": len(set(outcome.digests)) == 1,
+def verdict(ratio: float, floor: float) -> Literal["faster", "slower", "same"]:
+    """Of a time, as its ratio to the baseline's."""
+    if abs(ratio - 1) <= floor:
+        return "same"
+    return "faster" if ratio < 1 else "slower"
+
+
+def judged(rows: Sequence[harness.Row]) -> list[harness.Row]:
+    """The rows of one cell with how each contestant fares against bf16: `ratio_to_bf16`, `noise_floor`, `verdict`."""
+    samples = {row["wire"]: row["samples_ms"] for row in rows}
+    floor = noise_floor(samples[AGAIN], samples[BASELINE])
+    ratios = {wire: harness.paired_ratio(times, samples[BASELINE]) for wire, times in samples.items()}
+    return [
+        row
+        | {
+            "ratio_to_bf16": round(ratios[row["wire"]], 6),
+            "noise_floor": round(floor, 6),
+            "verdict": verdict(ratios[row["wire"]], floor),
         }
-        rows.append(facts | columns)
-    return rows
+        for row in rows
+    ]
 
 
-def step_times(ends: Sequence[float]) -> list[float]:
-    """Milliseconds of each step, of their ends in seconds.
-
-    >>> step_times([0.5, 0.75])
-    [500.0, 250.0]
-    """
-    return [1e3 * (end - begin) for begin, end in zip([0.0, *ends[:-1]], ends, strict=True)]
+_STYLES = {"faster": "[green]{}[/]", "slower": "[bold red]{}[/]", "same": "{}"}
 
 
-def setting_of(wire: str) -> str:
-    """What `bench.training` calls it.
-
-    >>> setting_of("plain"), setting_of("plain-nodes"), setting_of("bf16-again"), setting_of("int8")
-    ('uncompressed', 'uncompressed-nodes', 'bf16', 'int8')
-    """
-    return BASELINE if wire == AGAIN else wire.replace("plain", UNCOMPRESSED)
+def table(rows: Sequence[harness.Row]) -> Any:
+    """A line a cell, and one below it of its rows in two levels; a column a wire, what is no wire of its own last."""
+    lines: dict[tuple[str, bool], dict[str, harness.Row]] = {}
+    for row in rows:
+        wire = row["wire"].removesuffix(IN_TWO_LEVELS)
+        lines.setdefault((row["cell"], wire != row["wire"]), {})[wire] = row
+    wires = sorted(dict.fromkeys(wire for line in lines.values() for wire in line), key=(AGAIN, "torch", "alone").count)
+    cells = []
+    for (_, in_two_levels), line in lines.items():
+        first = next(iter(line.values()))
+        where = "in two levels" if in_two_levels else f"{first['world_size']} ranks, {first['rate']}"
+        numbers = [
+            _STYLES[line[w]["verdict"]].format(f"{line[w]['median_ms']:.4g}") if w in line else "-" for w in wires
+        ]
+        cells.append([f"{first['model']} x{first['batch']}", where, *numbers, f"{first['noise_floor']:.1%}"])
+    title = "median ms of a step (forward and backward); red: slower than bf16 by more than the noise; green: faster"
+    return harness.table(title, ["model x batch", "network", *wires, "noise"], cells, left=2)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -127,16 +127,15 @@ def _int8(model: nn.Module) -> nn.Module:
     return ddp
 
 
-def _fsdp2(model: Any, **policy: Any) -> nn.Module:
+def _fsdp2(model: Any) -> nn.Module:
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(**policy))
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
     return model  # type: ignore[no-any-return]
 
 
 _BF16: dict[str, Any] = {"dtype": torch.bfloat16, "main_grads": "grad"}
 _LAZY: dict[str, Any] = {"lazy_bucket_allocation": True, "bucket_cap_mb": 4}
-_FSDP2_BF16 = partial(_fsdp2, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 # By name, what wraps a model and what makes its optimizer. The noise floor has a name of its own.
 CONTESTANTS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Module], Any]]] = {
@@ -154,7 +153,6 @@ CONTESTANTS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Modu
     "fastddp-bf16": (partial(_fastddp, **_BF16), OnCopies),
     "sharded-bf16": (partial(_fastddp, **_BF16), _sharded),
     "sharded-lazy-bf16": (partial(_fastddp, **_BF16, **_LAZY), _sharded),
-    "fsdp2-bf16": (_FSDP2_BF16, _adamw),
 }
 _TIMED = ("torch", "torch-again", "fastddp", "zero", "sharded", "fsdp2")
 

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,12 +75,18 @@ class Words(nn.Module):
 class Training:
     """A wrapped model and its optimizer."""
 
-    def __init__(self, module: nn.Module | None = None, **options: Any) -> None:
+    def __init__(
+        self, module: nn.Module | None = None, hook: str | Callable[..., Any] = "none", **options: Any
+    ) -> None:
         # So small that the model has several buckets.
         self.model = fastddp.DistributedDataParallel(module or Layers(), bucket_cap_mb=0.04, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        if callable(hook):  # a user's
+            self.model.register_comm_hook(None, hook)
+        elif named := hook_named(hook):
+            self.model.register_comm_hook(*named.state_and_hook(comm_hooks))
 
-    def backward(self, step: int, **arguments: Any) -> None:
+    def backward(self, **arguments: Any) -> None:
         """Forward and backward on random numbers."""
         self.model(torch.randn(4, WIDTH), **arguments).square().mean().backward()
 
@@ -88,26 +95,14 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def step(self, step: int) -> None:
+    def step(self, **arguments: Any) -> None:
         """All of it."""
-        self.backward(step)
+        self.backward(**arguments)
         self.update()
 
 
-def _plain(**options: Any) -> Callable[[], Step]:
-    return lambda: Training(**options).step
-
-
-def _with_hook(named: str | Callable[..., Any]) -> Callable[[], Step]:
-    """Of a user, or of that name in bench.step."""
-
-    def make() -> Step:
-        training = Training()
-        hook = hook_named(named) if isinstance(named, str) else None
-        training.model.register_comm_hook(*(hook.state_and_hook(comm_hooks) if hook else (None, named)))
-        return training.step
-
-    return make
+def _plain(training: Training, number: int) -> None:
+    training.step()
 
 
 def _sum_by_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -117,103 +112,61 @@ def _sum_by_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _changing_use() -> Step:
-    training = Training(find_unused_parameters=True)
+def _changing_use(training: Training, number: int) -> None:
+    # Sometimes the same layers on all ranks, sometimes others, and layer 5 often on none.
+    training.step(left_out={number % 5, (number // 3 + dist.get_rank()) % 5, 5 if number % 7 else 0})
 
-    def step(number: int) -> None:
-        # Sometimes the same layers on all ranks, sometimes others, and layer 5 often on none.
-        left_out = {number % 5, (number // 3 + dist.get_rank()) % 5, 5 if number % 7 else 0}
-        training.backward(number, left_out=left_out)
+
+def _static_graph(training: Training, number: int) -> None:
+    training.step(left_out=(2,))
+
+
+def _accumulating(training: Training, number: int) -> None:
+    with training.model.no_sync():
+        training.backward()
+        training.backward()
+    training.step()
+
+
+def _sparse(training: Training, number: int) -> None:
+    training.model(torch.randint(100, (1 + number % 4,))).square().mean().backward()
+    training.update()
+
+
+def _sampled(training: Training, number: int) -> None:
+    if number == 0:
+        training.model.sample_steps(1, compare_ranks=True)
+    training.step()
+    training.model.step_report()
+
+
+def _joined(training: Training, number: int) -> None:
+    with training.model.join():
+        for _ in range(1 + (number + dist.get_rank()) % 2):
+            training.step()
+
+
+def _failing(training: Training, number: int) -> None:
+    try:
+        fails = number % FAILS_EVERY == FAILS_EVERY - 1
+        training.backward(fails_at=number // FAILS_EVERY % 5 if fails else None)
+    except _FailureOnPurposeError:
+        training.optimizer.zero_grad()
+    else:
         training.update()
 
-    return step
 
+class _TwoWrappers:
+    def __init__(self) -> None:
+        self._both = Training(), Training()
 
-def _static_graph() -> Step:
-    training = Training(static_graph=True)
-
-    def step(number: int) -> None:
-        training.backward(number, left_out=(2,))
-        training.update()
-
-    return step
-
-
-def _accumulating() -> Step:
-    training = Training()
-
-    def step(number: int) -> None:
-        with training.model.no_sync():
-            training.backward(number)
-            training.backward(number)
-        training.step(number)
-
-    return step
-
-
-def _sparse() -> Step:
-    training = Training(Words())
-
-    def step(number: int) -> None:
-        training.model(torch.randint(100, (1 + number % 4,))).square().mean().backward()
-        training.update()
-
-    return step
-
-
-def _weighted() -> Step:
-    tokens = itertools.count(1)
-    return Training(gradient_average=lambda: 1.0 + next(tokens) % 5).step
-
-
-def _sampled() -> Step:
-    training = Training()
-    training.model.sample_steps(1, compare_ranks=True)
-
-    def step(number: int) -> None:
-        training.step(number)
-        training.model.step_report()
-
-    return step
-
-
-def _joined() -> Step:
-    training = Training()
-
-    def step(number: int) -> None:
-        with training.model.join():
-            for _ in range(1 + (number + dist.get_rank()) % 2):
-                training.step(number)
-
-    return step
-
-
-def _failing() -> Step:
-    training = Training()
-
-    def step(number: int) -> None:
-        try:
-            fails = number % FAILS_EVERY == FAILS_EVERY - 1
-            training.backward(number, fails_at=number // FAILS_EVERY % 5 if fails else None)
-        except _FailureOnPurposeError:
-            training.optimizer.zero_grad()
-        else:
-            training.update()
-
-    return step
-
-
-def _two_wrappers() -> Step:
-    first, second = Training(), Training()
-
-    def step(number: int) -> None:
-        first.backward(number)
+    def __call__(self, number: int) -> None:
+        first, second = self._both
+        first.backward()
         loss = second.model(first.model(torch.randn(4, WIDTH)))  # one backward for both
         loss.square().mean().backward()
         first.update()
         second.update()
-
-    return step
 
 
 class Watched:
@@ -320,20 +273,31 @@ class Mode:
     make: Callable[[], Step]
 
 
+def _mode(name: str, about: str, step: Callable[[Training, int], None] = _plain, **options: Any) -> Mode:
+    """Steps of one training, whose options these are."""
+    return Mode(name, about, lambda: partial(step, Training(**options)))
+
+
+_weights = itertools.count(1)
 MODES = (
-    Mode("default", "no options", _plain()),
-    Mode("view", "gradient_as_bucket_view", _plain(gradient_as_bucket_view=True)),
-    Mode("unused", "find_unused_parameters; ranks use other layers in each step", _changing_use),
-    Mode("static", "static_graph, one layer never used", _static_graph),
-    Mode("no_sync", "three backwards a window", _accumulating),
-    Mode("bf16", "bf16_compress_hook", _with_hook("bf16")),
-    Mode("powersgd", "PowerSGD of rank 2", _with_hook("powersgd2")),
-    Mode("hook", "a hook in Python", _with_hook(_sum_by_hook)),
-    Mode("sparse", "an embedding with sparse gradients", _sparse),
-    Mode("weight", "gradient_average: a weight that changes", _weighted),
-    Mode("sampling", "sample_steps(1, compare_ranks=True), and a report of each step", _sampled),
-    Mode("join", "join() around each step; a rank has one batch more", _joined),
-    Mode("failing", f"each {FAILS_EVERY}th backward raises on all ranks, and is caught", _failing),
-    Mode("two", "two wrappers in one backward", _two_wrappers),
+    _mode("default", "no options"),
+    _mode("view", "gradient_as_bucket_view", gradient_as_bucket_view=True),
+    _mode(
+        "unused",
+        "find_unused_parameters; ranks use other layers in each step",
+        _changing_use,
+        find_unused_parameters=True,
+    ),
+    _mode("static", "static_graph, one layer never used", _static_graph, static_graph=True),
+    _mode("no_sync", "three backwards a window", _accumulating),
+    _mode("bf16", "bf16_compress_hook", hook="bf16"),
+    _mode("powersgd", "PowerSGD of rank 2", hook="powersgd2"),
+    _mode("hook", "a hook in Python", hook=_sum_by_hook),
+    Mode("sparse", "an embedding with sparse gradients", lambda: partial(_sparse, Training(Words()))),
+    _mode("weight", "gradient_average: a weight that changes", gradient_average=lambda: 1.0 + next(_weights) % 5),
+    _mode("sampling", "sample_steps(1, compare_ranks=True), and a report of each step", _sampled),
+    _mode("join", "join() around each step; a rank has one batch more", _joined),
+    _mode("failing", f"each {FAILS_EVERY}th backward raises on all ranks, and is caught", _failing),
+    Mode("two", "two wrappers in one backward", _TwoWrappers),
     Mode("watched", "pauses, checkpoints and evaluation, in which no alarm may be raised", Watched),
 )

@@ -8,8 +8,7 @@ gradients are compared with torch's: whoever differs is reported as WRONG, and t
 `--hook fp16 powersgd4` measures communication hooks: torch's under torch's DDP, fastddp's of the same name under
 fastddp's, next to no DDP and torch's DDP without a hook. What is demanded of gradients is in the rows' column `check`:
 of casts, torch's gradients without a hook up to rounding; of PowerSGD, which is an approximation, that they are finite
-and equal on all ranks. `held_against` is torch's DDP with torch's hook of the same name; for bf16, with fp16,
-and for batched PowerSGD, with PowerSGD.
+and equal on all ranks. `held_against` is torch's DDP with torch's hook of the same name; with fp16 where it has none.
 
 `--rate 1gbit` has a network of that rate between the ranks: half of them, `--ranks-per-node`, at each end of a cable
 (`--rate`). Of `fastddp-nodes` the two ends are the nodes; `fastddp-auto` plans its buckets, `fastddp-N` has
@@ -37,16 +36,7 @@ from torch import Tensor
 from bench import harness, network
 from bench.cases import CASES, Batch, case_named
 from bench.checks import largest_difference
-from bench.contestants import (
-    CONTESTANTS,
-    HOOK_NAMES,
-    NO_HOOK,
-    REFERENCE,
-    Contestant,
-    Step,
-    hook_named,
-    line_up,
-)
+from bench.contestants import CONTESTANTS, HOOK_NAMES, NO_HOOK, REFERENCE, Contestant, Step, hook_named, line_up
 
 MODULE = "bench.step"
 
@@ -159,8 +149,6 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     steps = [contestant.step(model, options.bucket_cap_mb, options.compiled) for contestant in contestants]
     batches = partial(batch_of, rank)
 
-    for contestant, step in zip(contestants, steps, strict=True):
-        _run_rounds([step], range(-contestant.warm_up, -options.warmup), batches, device)
     with harness.progress(case.name, options.warmup + options.rounds, show=rank == 0) as advance:
         _run_rounds(steps, range(-options.warmup, 0), batches, device, advance)
         # The checks' batches differ from those of the steps before, by more than a cast rounds away: gradients that a

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ import fastddp
 from bench import harness
 from bench.checks import digest
 from bench.losses import NUDGED, SHARDED, UNCOMPRESSED, UNNOTICED, draw, exit_if_wrong, task_table
-from bench.pays_report import IN_TWO_LEVELS
 from bench.tasks import TASKS, Data, Task
 from fastddp import comm_hooks
 
@@ -65,9 +63,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--seeds", type=int, default=3, help="runs of each setting (default: %(default)s)")
     add("--steps", type=int, help="of each run (default: the task's own)")
-    add("--learning-rate", type=float, help="default: the task's own")
-    add("--powersgd-start", type=int, help="uncompressed steps before PowerSGD (default: a tenth of the steps)")
-    add("--min-compression-rate", type=float, default=2.0, help="of PowerSGD (default: %(default)s)")
     harness.add_common(parser, "task, setting and seed", ranks=2, threads=1)
     add("--plot", type=Path, metavar="FILE", help="draw the losses (takes matplotlib)")
     options = parser.parse_args()
@@ -79,21 +74,10 @@ def parse_arguments() -> argparse.Namespace:
     options.setting = list(dict.fromkeys([UNCOMPRESSED, *options.setting]))  # what all others are compared with
     if options.seeds < 1 or options.ranks < 1 or (options.steps is not None and options.steps < 1):
         parser.error("--seeds, --ranks and --steps must be at least 1")
-    if options.powersgd_start is not None and options.powersgd_start < 2:
-        parser.error("--powersgd-start must be at least 2: so many steps it takes until the buckets are final")
-    options.module = MODULE
     return options
 
 
 # ------------------------------------------------------------------------------------------------------------ training
-
-
-@dataclass(frozen=True)
-class PowerSGDOptions:
-    """What a user chooses besides the number of vectors."""
-
-    start: int
-    min_compression_rate: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -104,16 +88,14 @@ class Outcome:
     evaluation_loss: float
     evaluation_accuracy: float
     digests: list[str]  # of the parameters' bits on each rank
-    step_ends: list[float]  # seconds from the first step's beginning to the end of each, on the slowest rank
 
 
 def measure(name: str, options: argparse.Namespace) -> list[harness.Row]:
     """Trains with all settings and seeds on all ranks; every rank returns the same rows. TASKS has the name."""
     task = TASKS[name]()
-    facts = harness.environment(options.module, torch.device("cpu"), options.threads)
-    task = replace(task, steps=options.steps or task.steps, learning_rate=options.learning_rate or task.learning_rate)
-    power_sgd = PowerSGDOptions(options.powersgd_start or max(2, task.steps // 10), options.min_compression_rate)
-    facts |= {
+    task = replace(task, steps=options.steps or task.steps)
+    start = max(2, task.steps // 10)  # of PowerSGD; it takes two steps until the buckets are final
+    facts = harness.environment(MODULE, torch.device("cpu"), options.threads) | {
         "task": task.name,
         "task_about": task.about,
         "world_size": dist.get_world_size(),
@@ -125,15 +107,14 @@ def measure(name: str, options: argparse.Namespace) -> list[harness.Row]:
     with harness.progress(task.name, options.seeds * len(options.setting), show=dist.get_rank() == 0) as advance:
         for seed in range(options.seeds):
             for setting in options.setting:
-                outcome = train(task, setting, seed, power_sgd)
-                rows.append(facts | _columns(setting, seed, outcome, power_sgd))
+                rows.append(facts | _columns(setting, seed, train(task, setting, seed, start), start))
                 advance()
     order = {setting: place for place, setting in enumerate(options.setting)}
     return sorted(rows, key=lambda row: order[row["setting"]])
 
 
-def train(task: Task, setting: str, seed: int, power_sgd: PowerSGDOptions) -> Outcome:
-    """One run, on all ranks."""
+def train(task: Task, setting: str, seed: int, start: int) -> Outcome:
+    """One run, on all ranks; PowerSGD compresses from step `start` on."""
     torch.manual_seed(seed)  # the first parameters
     data = task.data(seed, dist.get_rank(), dist.get_world_size())
     network = task.model()
@@ -141,11 +122,9 @@ def train(task: Task, setting: str, seed: int, power_sgd: PowerSGDOptions) -> Ou
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.mul_(1 + torch.finfo(parameter.dtype).eps)
-    model = wrap(network, setting, power_sgd)
+    model = wrap(network, setting, start)
     optimizer = _optimizer_of(task, model, setting)
-    losses, ends = torch.zeros(2, task.steps, dtype=torch.float64)
-    dist.barrier()
-    begin = time.perf_counter()
+    losses = torch.zeros(task.steps, dtype=torch.float64)
     for step in range(task.steps):
         for group in optimizer.param_groups:
             group["lr"] = task.learning_rate_at(step)
@@ -155,20 +134,16 @@ def train(task: Task, setting: str, seed: int, power_sgd: PowerSGDOptions) -> Ou
         optimizer.step()
         optimizer.zero_grad()
         losses[step] = loss.detach()
-        ends[step] = time.perf_counter() - begin
     dist.all_reduce(losses)
-    dist.all_reduce(ends, dist.ReduceOp.MAX)
     evaluation_loss, accuracy = _evaluate(network, data)
     losses = losses / dist.get_world_size()
     digests = [""] * dist.get_world_size()
     dist.all_gather_object(digests, digest(network.parameters()))
-    return Outcome(losses.tolist(), evaluation_loss, accuracy, digests, ends.tolist())
+    return Outcome(losses.tolist(), evaluation_loss, accuracy, digests)
 
 
-def wrap(model: nn.Module, setting: str, power_sgd: PowerSGDOptions) -> nn.Module:
-    """The model under the DDP and with the hook of a setting; `-nodes` at its end: in two levels, where nodes are."""
-    levels: dict[str, Any] = {"hierarchy": "node"} if setting.endswith(IN_TWO_LEVELS) else {}
-    setting = setting.removesuffix(IN_TWO_LEVELS)
+def wrap(model: nn.Module, setting: str, start: int) -> nn.Module:
+    """The model under the DDP and with the hook of a setting."""
     if setting in SHARDED:
         setting = setting.removeprefix("sharded").removesuffix("-rounded").removeprefix("-") or UNCOMPRESSED
     if setting == "torch":
@@ -177,11 +152,11 @@ def wrap(model: nn.Module, setting: str, power_sgd: PowerSGDOptions) -> nn.Modul
     if match and match[1]:
         # On gloo torch's PowerSGD waits for ever with several buckets.
         ddp: nn.Module = TorchDDP(model, bucket_cap_mb=1 << 20)
-        _register_power_sgd(ddp, torch_power_sgd, int(match[2]), power_sgd)
+        _register_power_sgd(ddp, torch_power_sgd, int(match[2]), start)
         return ddp
-    ddp = fastddp.DistributedDataParallel(model, **levels)
+    ddp = fastddp.DistributedDataParallel(model)
     if match:
-        _register_power_sgd(ddp, comm_hooks, int(match[2]), power_sgd)
+        _register_power_sgd(ddp, comm_hooks, int(match[2]), start)
     elif setting not in (UNCOMPRESSED, NUDGED):
         ddp.register_comm_hook(None, getattr(comm_hooks, f"{setting}_compress_hook"))
     return ddp
@@ -194,12 +169,11 @@ def _optimizer_of(task: Task, model: Any, setting: str) -> torch.optim.Optimizer
     return fastddp.ShardedOptimizer(model, task.optimizer, rate=task.learning_rate, parameter_wire=wire)
 
 
-def _register_power_sgd(ddp: Any, hooks: Any, rank: int, options: PowerSGDOptions) -> None:
+def _register_power_sgd(ddp: Any, hooks: Any, rank: int, start: int) -> None:
     state = hooks.PowerSGDState(
         process_group=None,
         matrix_approximation_rank=rank,
-        start_powerSGD_iter=options.start,
-        min_compression_rate=options.min_compression_rate,
+        start_powerSGD_iter=start,
         use_error_feedback=True,
         warm_start=True,
     )
@@ -224,16 +198,14 @@ def _evaluate(model: nn.Module, data: Data) -> tuple[float, float]:
     return loss / predictions, right / predictions
 
 
-def _columns(setting: str, seed: int, outcome: Outcome, power_sgd: PowerSGDOptions) -> harness.Row:
+def _columns(setting: str, seed: int, outcome: Outcome, start: int) -> harness.Row:
     window = max(1, len(outcome.losses) // 50)  # steps that make each number of the curve
     last = max(1, len(outcome.losses) // 10)  # steps that make the final loss
     starts = range(0, len(outcome.losses) - window + 1, window)
-    compressed = "powersgd" in setting
     return {
         "setting": setting,
         "seed": seed,
-        "powersgd_start": power_sgd.start if compressed else None,
-        "min_compression_rate": power_sgd.min_compression_rate if compressed else None,
+        "powersgd_start": start if "powersgd" in setting else None,
         "curve_window": window,
         "final_window": last,
         "training_loss": statistics.fmean(outcome.losses[-last:]),

@@ -29,13 +29,13 @@ void step(fastddp::Progress& page, const std::vector<std::vector<size_t>>& bucke
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
     for (const auto parameter : buckets[bucket]) page.gradient(parameter);
     page.bucket_ready(bucket);
-    const fastddp::Progress::Wait wait(page, Doing::tick, bucket, bucket);
+    const fastddp::Progress::Wait wait(page, Doing::tick, bucket);
     const fastddp::Progress::Sequences sequences{number};
     page.bucket_starts(sequences);
     page.bucket_started(bucket, number, sequences);
   }
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
-    const fastddp::Progress::Wait wait(page, Doing::finish, bucket, bucket);
+    const fastddp::Progress::Wait wait(page, Doing::finish, bucket);
     page.bucket_arrived(bucket);
   }
   page.doing(Doing::after_backward);

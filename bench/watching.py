@@ -171,7 +171,9 @@ def build(folder: str) -> Any:
     from torch.utils import cpp_extension
 
     csrc = harness.ROOT / "csrc"
-    sources = [csrc / "observe" / f"{name}.cpp" for name in ("progress", "shared_page", "ranges")]
+    sources = [
+        csrc / f"{name}.cpp" for name in ("observe/progress", "observe/ranges", "pages/shared_page", "pages/snapshot")
+    ]
     return cpp_extension.load(
         "fastddp_bench_watching",
         [str(path) for path in (harness.ROOT / "bench" / "watching.cpp", *sources)],

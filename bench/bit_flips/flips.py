@@ -83,14 +83,7 @@ STATE_NOT_AUDITED = Target(
     why_not="it is not compared, and has not changed the parameter",
     makes_ranks_differ=True,
 )
-TARGETS = (
-    LOCAL_GRADIENT,
-    BACK,
-    AVERAGED_GRADIENT,
-    PARAMETER,
-    STATE,
-    STATE_NOT_AUDITED,
-)
+TARGETS = (LOCAL_GRADIENT, BACK, AVERAGED_GRADIENT, PARAMETER, STATE, STATE_NOT_AUDITED)
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,7 @@ from typing import Any
 from torch import nn
 
 from bench.cases import Batch
-from bench.contestants import (
-    BATCHED,
-    REFERENCE,
-    VIEW,
-    Engine,
-    Hook,
-    Step,
-    hook_named,
-    torch_takes,
-    wrapped,
-)
+from bench.contestants import BATCHED, REFERENCE, VIEW, Engine, Hook, Step, hook_named, torch_takes, wrapped
 
 
 class GpuStep(Step):

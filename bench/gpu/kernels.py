@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import statistics
 
+import torch
+
 from bench import harness, jobs, pack
-from bench.gpu import ceilings, timing
+from bench.gpu import timing
 from bench.gpu.results import Run
 
 _ROUNDS = 40
+_CEILING_BYTES, _CEILING_WARMUP, _CEILING_ROUNDS = 2**30, 5, 30
 
 
 def measure(run: Run) -> None:
@@ -21,7 +24,7 @@ def measure(run: Run) -> None:
 
 def measure_family(run: Run, family: jobs.Family) -> None:
     """Adds a row for each job and contestant; of the first one, however little time there is. Quick: of that alone."""
-    ceiling = ceilings.copy_gb_per_s(run)
+    ceiling = copy_gb_per_s(run)
     flush = timing.CacheFlush(run.device)
     for what, make in family.jobs(run.device, run.quick):
         if (run.out_of_time() or run.quick) and run.results.of_kind(family.kind):
@@ -54,3 +57,24 @@ def _measure_job(run: Run, kind: str, job: jobs.Job, ceiling_gb_per_s: float, fl
             host_ahead=sample.host_ahead,
             **counted,
         )
+
+
+def copy_gb_per_s(run: Run) -> float:
+    """What the device can do at best; adds a row.
+
+    GB/s of copies within its memory that follow each other without a pause: bytes read plus bytes written.
+    """
+    source = timing.random_tensor((2**24 if run.quick else _CEILING_BYTES) // 4, torch.float32, run.device)
+    destination = torch.empty_like(source)
+    for _ in range(_CEILING_WARMUP):
+        destination.copy_(source)
+    timers = [timing.DeviceTimer(run.device) for _ in range(5 if run.quick else _CEILING_ROUNDS)]
+    for timer in timers:
+        timer.start()
+        destination.copy_(source)
+        timer.stop()
+    # The other way round: the slowest tenth of the times are the lowest tenth of the rates.
+    rates = harness.Percentiles.of([2 * source.nbytes / timer.seconds() / 1e9 for timer in timers])
+    what, unit = f"copy of {source.nbytes / 2**20:g} MiB", "GB/s, read and written"
+    run.results.add("ceiling", what=what, unit=unit, median=rates.median, p10=rates.p10, p90=rates.p90)
+    return rates.median

@@ -17,35 +17,12 @@ from rich.console import Console
 from bench import harness
 
 # What a row's line shows of it, as far as the row has it: what was measured, and what came out.
-_SHOWN = [
-    "what",
-    "made_of",
-    "case",
-    "operation",
-    "number",
-    "gradient_dtype",
-    "wire_dtype",
-    "rank",
-    "gradient_mib",
-    "contestant",
-    "median",
-    "unit",
-    "median_us",
-    "median_ms",
-    "added_ms",
-    "median_backward_us",
-    "median_from_first_us",
-    "supports_tensor_alloc",
-    "used_before_mib",
-    "used_after_wrap_mib",
-    "used_after_step_mib",
-    "added_us_per_gradient",
-    "fraction_of_copy",
-    "launches",
-    "launches_per_call",
-    "result",
-    "error",
-]
+_SHOWN = (
+    "what made_of case operation number gradient_dtype wire_dtype rank gradient_mib contestant median unit median_us "
+    "median_ms added_ms median_backward_us median_from_first_us supports_tensor_alloc used_before_mib "
+    "used_after_wrap_mib used_after_step_mib added_us_per_gradient fraction_of_copy launches launches_per_call "
+    "result error"
+)
 
 
 class Results:
@@ -78,7 +55,7 @@ class Results:
 
 def line(row: harness.Row) -> str:
     """A row in one line, without what is the same for a whole section."""
-    shown = [f"{name}={row[name]}" for name in _SHOWN if row.get(name) is not None]
+    shown = [f"{name}={row[name]}" for name in _SHOWN.split() if row.get(name) is not None]
     return " ".join([f"[{row['section']}] {row['kind']}:", *shown])
 
 

@@ -24,19 +24,7 @@ from repository import ROOT
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
 sys.path.append(str(ROOT))
 
-from bench import (
-    cases,
-    contestants,
-    harness,
-    losses,
-    netns,
-    pays,
-    pays_report,
-    soak,
-    step,
-    tasks,
-    training,
-)
+from bench import cases, contestants, harness, losses, netns, pays, soak, step, tasks, training
 
 for _name in ("bit_flips.__main__", "faults.__main__", "kernels", "sharded", "watching"):
     importlib.import_module(f"bench.{_name}")
@@ -47,7 +35,7 @@ MIB = 1 << 20
 Rows = list[harness.Row]
 
 
-WITH_EXAMPLES = "cases contestants harness netns pack pays pays_report sharded soak"
+WITH_EXAMPLES = "cases contestants harness netns pack pays sharded soak"
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES.split())
@@ -74,11 +62,8 @@ def _about_network(rows: Rows) -> None:
 
 
 def _about_pays(rows: Rows) -> None:
-    steps, trainings = ({row["wire"]: row for row in rows if row["kind"] == kind} for kind in ("step", "training"))
-    assert set(steps) == {*trainings, "torch", "alone"} == {*pays.WIRES.values(), "bf16-again", "torch", "alone"}
-    assert all(row["gradients"] != "WRONG" and len(row["samples_ms"]) == 2 for row in steps.values())
-    assert all(row["ranks_agree"] for row in trainings.values())
-    assert trainings["bf16"]["final_loss"] == trainings["bf16-again"]["final_loss"]  # the same training
+    assert {row["wire"] for row in rows} == {*pays.WIRES.values(), "bf16-again", "torch", "alone"}
+    assert all(row["gradients"] != "WRONG" and len(row["samples_ms"]) == 2 for row in rows)
 
 
 def _about_soak(rows: Rows) -> None:
@@ -108,10 +93,10 @@ def _about_sharded(rows: Rows) -> None:
 
 
 def _about_memory(rows: Rows) -> None:
-    """A wire of 4 bytes more may be counted, because gloo's threads free it where the profiler does not look."""
-    assert {row["contestant"]: row["formula"] for row in rows} == {"torch": 20.0, "sharded-lazy": 12.0}
+    """A bucket or two more may be counted, because gloo's threads free them where the profiler does not look."""
+    assert {row["contestant"]: row["formula"] for row in rows} == {"torch": 20.0, "sharded-lazy": 10.0}
     for row in rows:
-        assert row["formula"] <= row["held"] < row["formula"] + 4.2
+        assert row["formula"] <= row["held"] < row["formula"] + 2.0
         assert row["held"] <= row["peak_of_last_step"] <= row["peak"]
 
 
@@ -122,7 +107,7 @@ def _about_sharded_network(rows: Rows) -> None:
 
 
 def _about_training(rows: Rows) -> None:
-    plain, theirs, product, sharded, rounded = rows
+    plain, theirs, product, sharded, rounded = (row for row in rows if row["task"] == "gpt")
     assert theirs["curve"] == plain["curve"] != product["curve"]  # bit by bit
     assert sharded["curve"] == pytest.approx(plain["curve"], rel=1e-5) != rounded["curve"]
     assert all(len(row["curve"]) == 4 and row["ranks_agree"] for row in rows)
@@ -152,51 +137,30 @@ def _about_alarms(rows: Rows) -> None:
     assert [(row["alarms"], row["replicas_agree"]) for row in rows] == [([], True)] * 2
 
 
+SMALL = "--layers 1 --width 64 --rounds 2 --warmup 2"
 RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
     ("soak", "--mode watched --steps 32 --every 8", _about_alarms),
     ("bit_flips.__main__", "--target parameter --ranks 2", _about_flips),
-    (
-        "faults.__main__",
-        "--fault exit-0-between --ranks 2 --exchange plain --patience 2 --scale 64",
-        _about_faults,
-    ),
+    ("faults.__main__", "--fault exit-0-between --ranks 2 --exchange plain --patience 2 --scale 64", _about_faults),
     ("kernels", "--quick --rounds 1", _about_kernels),
     (
         "step",
         "--rate 1gbit --case 500x32sq --contestants torch fastddp --hook none fp16 --rounds 2 --warmup 2",
         _about_network,
     ),
-    (
-        "pays",
-        (
-            "--model 500x32sq --batch 2 --ranks 2 --rate loopback --rounds 2 --warmup 2 --task digits "
-            "--training-rate loopback --steps 4 --markdown"
-        ),
-        _about_pays,
-    ),
+    ("pays", "--model 500x32sq --batch 2 --ranks 2 --rate loopback --rounds 2 --warmup 2", _about_pays),
     ("soak", "--mode default failing --steps 24 --every 4", _about_soak),
     (
         "step",
         "--case 500x32sq --contestant alone torch fastddp --hook bf16 powersgd1 --rounds 2 --warmup 2 --backend gloo",
         _about_step,
     ),
-    (
-        "sharded",
-        (
-            "--layers 1 --width 64 --rounds 2 --warmup 2 "
-            "--contestants torch zero sharded fsdp2 sharded-int8 sharded-bf16"
-        ),
-        _about_sharded,
-    ),
-    ("sharded", "--memory --layers 2 --width 128 --steps 3 --contestants torch sharded-lazy", _about_memory),
-    (
-        "sharded",
-        "--rate 1gbit --layers 1 --width 64 --rounds 2 --warmup 2 --contestants sharded sharded-int8",
-        _about_sharded_network,
-    ),
+    ("sharded", f"{SMALL} --contestants torch zero sharded fsdp2 sharded-int8 sharded-bf16", _about_sharded),
+    ("sharded", "--memory --layers 8 --width 256 --steps 3 --contestants torch sharded-lazy", _about_memory),
+    ("sharded", f"{SMALL} --rate 1gbit --contestants sharded sharded-int8", _about_sharded_network),
     (
         "training",
-        "--task gpt --setting uncompressed torch powersgd2 sharded sharded-int8-rounded --seeds 1 --steps 4",
+        "--task gpt digits --setting uncompressed torch powersgd2 sharded sharded-int8-rounded --seeds 1 --steps 4",
         _about_training,
     ),
     ("watching", "--case 500x32sq --rounds 2 --seconds 0.1", _about_watching),
@@ -213,8 +177,8 @@ def test_a_small_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if "1gbit" in arguments and netns.unavailable() is not None:
-        pytest.skip(netns.unavailable())
+    if "1gbit" in arguments and (reason := netns.unavailable()):
+        pytest.skip(reason)
     if "digits" in arguments:
         pytest.importorskip("sklearn")
     bench, path = _bench(name), tmp_path / "rows.json"
@@ -267,11 +231,7 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("ends", "wrong"),
-    [
-        (step.exit_if_wrong, {"gradients": "WRONG"}),
-        (soak.exit_if_growing, {"grows": ["keys"]}),
-    ],
+    ("ends", "wrong"), [(step.exit_if_wrong, {"gradients": "WRONG"}), (soak.exit_if_growing, {"grows": ["keys"]})]
 )
 def test_the_exit_status_says_that_something_was_wrong(ends: Callable[[Rows], None], wrong: harness.Row) -> None:
     row: harness.Row = {"contestant": "fastddp", "case": "gpt2", "gradients": "equal", "rank": 1}
@@ -343,30 +303,10 @@ def test_what_soak_takes_for_growth(changed: dict[str, list[int]], grows: list[s
 def test_pays_calls_the_same_what_differs_by_less_than_bf16_from_itself() -> None:
     times = {"bf16": [10.0, 11.0, 9.0], "bf16-again": [10.5, 11.55, 9.45], "int8": [10.4, 11.44, 9.36]}
     times |= {"fp8": [10.6, 11.66, 9.54], "plain": [9.0, 9.9, 8.1]}
-    rows = pays_report.judged_steps([{"wire": wire, "samples_ms": samples} for wire, samples in times.items()])
+    rows = pays.judged([{"wire": wire, "samples_ms": samples} for wire, samples in times.items()])
     verdicts = {"bf16": "same", "bf16-again": "same", "int8": "same", "fp8": "slower", "plain": "faster"}
     assert {row["wire"]: row["verdict"] for row in rows} == verdicts
     assert {row["noise_floor"] for row in rows} == {0.05}
-    trained = [{"wire": wire, "seconds_to_loss": seconds} for wire, seconds in (("bf16", 10.0), ("bf16-again", 10.0))]
-    *_, never = pays_report.judged_trainings([*trained, {"wire": "powersgd1", "seconds_to_loss": None}])
-    assert never["verdict"] == "never"
-
-
-@on_ranks(1)
-def test_pays_counts_the_time_to_bf16s_last_loss_plus_2_percent(rank: int) -> None:
-    """Int8's loss falls there in half of the steps; a step takes 0.1 s."""
-
-    def train(task: object, setting: str, seed: int, power_sgd: object) -> SimpleNamespace:
-        slope = 2.0 if setting == "int8" else 1.0
-        curve, ends = [100.0 - slope * step for step in range(40)], [0.1 * (step + 1) for step in range(40)]
-        return SimpleNamespace(losses=curve, step_ends=ends, evaluation_loss=1.0, digests=["a", "a"])
-
-    task = dataclasses.make_dataclass("Task", [("name", str, "digits"), ("about", str, ""), ("steps", int, 0)])
-    with mock.patch.object(pays.training, "train", train), mock.patch.dict(pays.TASKS, {"digits": task}):
-        bf16, int8 = pays.train_all("digits", ["bf16", "int8"], 40, 0, 1)
-    assert bf16["target_loss"] == int8["target_loss"] == pytest.approx(1.02 * 65.5)  # the mean of the last ten
-    # A mean of ten steps of int8 is at 66.81 when the last of them is number 21.1: the 22nd, from 0.
-    assert (int8["steps_to_loss"], int8["seconds_to_loss"]) == (23, 2.3)
 
 
 def test_cells_of_the_same_commit_are_there_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,17 +359,16 @@ def test_trainings_that_fail_are_named() -> None:
 
 @on_ranks(2)
 def test_trainings_whose_ranks_drift_apart_are_seen(rank: int) -> None:
-    def wrap(model: nn.Module, setting: str, power_sgd: object) -> nn.Module:
+    def wrap(model: nn.Module, setting: str, start: int) -> nn.Module:
         with torch.no_grad():
             next(model.parameters()).add_(1e-3 * rank)
         return model
 
     shape = tasks.Shape(layers=1, heads=2, width=16, context=8)
     task = tasks.gpt_task(steps=2, shape=shape, rows=2, evaluation_batches=2)
-    options = {"setting": [losses.UNCOMPRESSED], "seeds": 1, "powersgd_start": 3, "min_compression_rate": 1.0}
-    options |= {"steps": None, "learning_rate": None, "threads": 1, "module": "test"}
+    options = SimpleNamespace(setting=[losses.UNCOMPRESSED], seeds=1, steps=None, threads=1)
     with mock.patch.object(training, "wrap", wrap), mock.patch.dict(training.TASKS, {"small": lambda: task}):
-        assert [row["ranks_agree"] for row in training.measure("small", SimpleNamespace(**options))] == [False]
+        assert [row["ranks_agree"] for row in training.measure("small", options)] == [False]
 
 
 def _bench(name: str) -> ModuleType:

@@ -27,17 +27,12 @@ def nested(depth: int) -> str:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_nested_deeply_or_too_large_is_refused(name: str, tmp_path: Path) -> None:
+def test_what_is_nested_deeply_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     for depth in (DEEPEST, 10**6):
         path.write_text(f'{{"format": "{name}", "version": 1, "more": {nested(depth)}}}')
         with pytest.raises(ValueError, match=rf"file\.json holds no .*it is nested more than {DEEPEST} deep"):
             FORMATS[name](path)
-    with path.open("w") as file:
-        file.write(f'{{"format": "{name}", "more": "')
-        file.truncate(10**12)  # without taking place on the disk
-    with pytest.raises(ValueError, match=r"it has more than \d+ MiB"):
-        FORMATS[name](path)
 
 
 def test_depth_counts_lists_and_objects_and_no_brackets_in_strings() -> None:
@@ -62,7 +57,6 @@ def test_no_more_is_read_than_the_limit_and_a_version_may_be_anything(tmp_path: 
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (b"", "it is not JSON"),
         (b"\xff\xfe\x00", "it is not JSON"),
         (b'{"format": NaN}', "NaN is no number of JSON"),
         (b'{"traceEvents": []}', 'does not begin with "format": "small"'),

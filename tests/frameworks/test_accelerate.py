@@ -34,11 +34,21 @@ def accelerator(*handlers: Any, cls: type[Accelerator] = Accelerator, **options:
         GradientState._reset_state()
 
 
-def prepared(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[Any, ...]:
-    """The model under a DDP, its optimizer, this rank's share of the data, and a schedule."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
-    return accelerator.prepare(model, optimizer, loader, scheduler)
+def prepared(accelerator: Accelerator, model: nn.Module, loader: DataLoader, sharded: bool = False) -> tuple[Any, ...]:
+    """The model under a DDP, its optimizer, this rank's share of the data, and a schedule.
+
+    An optimizer that is sharded is made after the model has been wrapped, and is fastddp's: Accelerate does not take
+    torch's.
+    """
+    if sharded:
+        model, loader = accelerator.prepare(model, loader)
+    optimizer = (
+        fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        if isinstance(model, fastddp.DistributedDataParallel)
+        else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
+    others = optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    return (model, *accelerator.prepare(*others)) if sharded else accelerator.prepare(model, *others)
 
 
 def epoch(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: DataLoader, scheduler: Any) -> None:
@@ -54,54 +64,44 @@ def epoch(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Da
             optimizer.zero_grad()
 
 
-def plain(rank: int, arguments: dict[str, Any], options: dict[str, Any], unused_layer: bool) -> Trained:
+def plain(
+    rank: int, arguments: dict[str, Any], options: dict[str, Any], unused_layer: bool = False, sharded: bool = False
+) -> Trained:
     with accelerator(DistributedDataParallelKwargs(**arguments), **options) as here:
         assert here.num_processes == 2
-        model, *others = prepared(here, Network(unused_layer), data())
+        model, *others = prepared(here, Network(unused_layer), data(), sharded)
         for _ in range(2):
             epoch(here, model, *others)
         return Trained.of(model)
 
 
+UNUSED, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "options", "unused_layer", "windows"),
+    ("arguments", "options", "sharded", "windows"),
     [
         (SMALL_BUCKETS, {}, False, 8),
         ({"gradient_as_bucket_view": True}, {}, False, 8),
-        ({"find_unused_parameters": True}, {}, True, 8),
-        ({"static_graph": True}, {}, True, 8),
+        (UNUSED, {}, False, 8),
+        (STATIC, {}, False, 8),
         (SMALL_BUCKETS, {"mixed_precision": "bf16"}, False, 8),
         # Two in each epoch of four batches: after 2 and 4, or after 3 and 4.
         (SMALL_BUCKETS, {"gradient_accumulation_steps": 2}, False, 4),
         (SMALL_BUCKETS, {"gradient_accumulation_steps": 3}, False, 4),
-        ({"find_unused_parameters": True}, {"gradient_accumulation_steps": 3}, True, 4),
+        (UNUSED, {"gradient_accumulation_steps": 3}, False, 4),
+        (SMALL_BUCKETS, {}, True, 8),
+        (SMALL_BUCKETS, {"mixed_precision": "bf16"}, True, 8),
+        (SMALL_BUCKETS, {"gradient_accumulation_steps": 3}, True, 4),
     ],
 )
 def test_training(
-    ranks: RankPool, arguments: dict[str, Any], options: dict[str, Any], unused_layer: bool, windows: int
+    ranks: RankPool, arguments: dict[str, Any], options: dict[str, Any], sharded: bool, windows: int
 ) -> None:
-    for ours in same_training(ranks, plain, arguments, options, unused_layer):
+    # Sharded, the norm, by which gradients are clipped, has another order.
+    given, rtol = (arguments, options, arguments in (UNUSED, STATIC), sharded), 1e-5 if sharded else 0.0
+    for ours in same_training(ranks, plain, *given, rtol=rtol):
         assert ours.windows == windows
-
-
-def sharded(rank: int, options: dict[str, Any]) -> Trained:
-    """The optimizer is made after the model has been wrapped, and is fastddp's: Accelerate does not take torch's."""
-    with accelerator(DistributedDataParallelKwargs(**SMALL_BUCKETS), **options) as here:
-        model, loader = here.prepare(Network(), data())
-        optimizer = (
-            fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
-            if isinstance(model, fastddp.DistributedDataParallel)
-            else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        )
-        others = here.prepare(optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9))
-        for _ in range(2):
-            epoch(here, model, *others)
-        return Trained.of(model)
-
-
-@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}, {"gradient_accumulation_steps": 3}], ids=str)
-def test_training_with_a_sharded_optimizer(ranks: RankPool, options: dict[str, Any]) -> None:
-    same_training(ranks, sharded, options, rtol=1e-5)  # the norm, by which gradients are clipped, has another order
 
 
 def late_synchronisation(rank: int) -> Trained:

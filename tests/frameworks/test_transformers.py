@@ -11,7 +11,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import fastddp
@@ -22,13 +21,9 @@ from side_by_side import RESUMED, Trained, resumed_elsewhere, same_training, sha
 EVERY_PARAMETER_IS_USED = {"ddp_find_unused_parameters": False}
 
 
-class Tokens(Dataset):
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(50, (12,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
+def samples() -> list[dict[str, Tensor]]:
+    tokens = torch.randint(50, (32, 12), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 class StopAfterTwoSteps(TrainerCallback):
@@ -67,7 +62,7 @@ def trainer(folder: Path, kind: type[Trainer] = Trainer, **arguments: Any) -> It
         **arguments,
     }
     try:
-        yield kind(model=model, args=TrainingArguments(**given), train_dataset=Tokens())
+        yield kind(model=model, args=TrainingArguments(**given), train_dataset=samples())
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()

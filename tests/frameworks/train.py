@@ -12,8 +12,10 @@ import torch.distributed as dist
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "support")]
 TRAININGS = {
-    "accelerate": lambda tests, rank: tests.plain(rank, tests.SMALL_BUCKETS, {"gradient_accumulation_steps": 2}, False),
-    "lightning": lambda tests, rank: tests.with_trainer(rank, {}, {"accumulate_grad_batches": 2}, False),
+    "accelerate": lambda tests, rank: tests.plain(rank, tests.SMALL_BUCKETS, {"gradient_accumulation_steps": 2}),
+    "lightning": lambda tests, rank: tests.with_trainer(
+        rank, tests.Classifier, {}, {"accumulate_grad_batches": 2}, False
+    ),
     "transformers": lambda tests, rank: tests.trained(rank, {}),
 }
 

@@ -17,9 +17,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from choose import LIST, ROOT, Mutant, apply
-
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+FOLDER = ROOT / "build" / "mutants"
+LIMIT = 7200.0  # seconds for a run of tests, which then has failed
 # Whose tests are in a folder of another name.
 FOLDERS = {
     "bindings": ["reducer"],
@@ -35,9 +38,9 @@ FOLDERS = {
 class Copy:
     """The committed tree, in a folder of its own, with its build."""
 
-    def __init__(self, folder: Path, commit: str) -> None:
-        self.tree = folder / "tree"
-        self._packages = folder / "packages"
+    def __init__(self, commit: str) -> None:
+        self.tree = FOLDER / "tree"
+        self._packages = FOLDER / "packages"
         if not self.tree.exists():
             subprocess.run(["git", "worktree", "add", "--detach", self.tree, commit], cwd=ROOT, check=True)
             shutil.rmtree(self._packages, ignore_errors=True)
@@ -52,30 +55,38 @@ class Copy:
         """As it was committed; files that are compiled stay."""
         self._run(["git", "checkout", "--quiet", "--", "."], check=True)
 
+    def mutate(self, mutant: dict[str, Any]) -> None:
+        """Another line in place of that one of its file; ``occurrence``: which of those that are equal, from 0."""
+        path = self.tree / mutant["file"]
+        lines = path.read_text().split("\n")
+        places = [number for number, line in enumerate(lines) if line == mutant["line"]]
+        lines[places[mutant["occurrence"]]] = mutant["mutated"]
+        path.write_text("\n".join(lines))
+
     def build(self) -> bool:
         """Compile what has changed; whether it compiles."""
         return self._run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]).returncode == 0
 
-    def failing_test(self, tests: list[str], limit: float) -> str | None:
+    def failing_test(self, tests: list[str]) -> str | None:
         """The first test that fails, and fails again by itself; or how the run ended otherwise. None: all pass."""
         outlived: list[str] = []
         while True:
             left_out = [f"--deselect={name}" for name in outlived]
-            status, output = self._pytest([*tests, *left_out, "-x"], limit)
+            status, output = self._pytest([*tests, *left_out, "-x"])
             names = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
             if status in (0, 5):
                 return None
             if not names:
                 return f"the run ended with {status}"
-            if self._pytest([names[0]], limit)[0] != 0:
+            if self._pytest([names[0]])[0] != 0:
                 return names[0]
             outlived.append(names[0])
 
-    def _pytest(self, arguments: list[str], limit: float) -> tuple[int, str]:
+    def _pytest(self, arguments: list[str]) -> tuple[int, str]:
         command = [str(Path(sys.executable).with_name("pytest")), "-q", "-p", "no:cacheprovider", *arguments]
         environment = {**os.environ, "PYTHONPATH": str(self._packages), "OMP_NUM_THREADS": "1"}
         try:
-            done = self._run(command, env=environment, timeout=limit)
+            done = self._run(command, env=environment, timeout=LIMIT)
         except subprocess.TimeoutExpired:
             return 124, ""
         return done.returncode, done.stdout
@@ -91,46 +102,42 @@ def folders_of(file: str, tests: Path) -> list[str]:
     return [f"tests/{name}" for name in FOLDERS.get(part, [part]) if (tests / name).is_dir()]
 
 
-def try_mutant(copy: Copy, mutant: Mutant, options: argparse.Namespace) -> str | None:
+def try_mutant(copy: Copy, mutant: dict[str, Any], tier: str) -> str | None:
     """What notices it; None: nothing does."""
     copy.restore()
-    apply(mutant, copy.tree)
-    if mutant.file.startswith("csrc") and not copy.build():
+    copy.mutate(mutant)
+    if mutant["file"].startswith("csrc") and not copy.build():
         return "the compiler"
     # The list's own test would notice each mutation.
-    chosen = [*options.pytest.split(), f"--tier={options.tier}", "--ignore=tests/mutants"]
-    return copy.failing_test([*folders_of(mutant.file, copy.tree / "tests"), *chosen], options.limit) or (
-        copy.failing_test(chosen, options.limit)
-    )
+    chosen = ["--numprocesses=3", "--dist=worksteal", f"--tier={tier}", "--ignore=tests/mutants"]
+    folders = folders_of(mutant["file"], copy.tree / "tests")
+    return copy.failing_test([*folders, *chosen]) or copy.failing_test(chosen)
 
 
 def main() -> None:
     """Try what has not been tried."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tier", choices=["quick", "all"], default="quick")
-    parser.add_argument("--pytest", default="--numprocesses=3 --dist=worksteal", help="options (default: %(default)s)")
     parser.add_argument("--commit", default="HEAD", help="whose sources and tests (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
-    parser.add_argument("--limit", type=float, default=7200.0, help="seconds for a run of tests, which then has failed")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of mutations, from 0")
     options = parser.parse_args()
-    mutants = [Mutant(**fields) for fields in json.loads(LIST.read_text())]
+    mutants = json.loads((HERE / "mutants.json").read_text())
     name = ["git", "rev-parse", "--short", options.commit]
     commit = subprocess.check_output(name, cwd=ROOT, text=True).strip()
-    copy = Copy(options.folder, commit)
+    copy = Copy(commit)
     if not copy.build():
         sys.exit("the commit does not compile")
-    results = options.folder / f"found-{options.tier}-{commit}.json"
+    results = FOLDER / f"found-{options.tier}-{commit}.json"
     found = json.loads(results.read_text()) if results.exists() else {}
     for number in options.only or range(len(mutants)):
         if str(number) in found:
             continue
         begin = time.monotonic()
-        noticed = try_mutant(copy, mutants[number], options)
+        noticed = try_mutant(copy, mutants[number], options.tier)
         found[str(number)] = {"noticed by": noticed, "seconds": round(time.monotonic() - begin)}
         results.write_text(json.dumps(found, indent=1) + "\n")
-        mutated = mutants[number].mutated.strip()
-        print(f"{number}: {mutants[number].file}: {mutated}: {noticed or 'SURVIVES'}", flush=True)
+        file, mutated = mutants[number]["file"], mutants[number]["mutated"].strip()
+        print(f"{number}: {file}: {mutated}: {noticed or 'SURVIVES'}", flush=True)
     copy.restore()
     survivors = [number for number, of in found.items() if of["noticed by"] is None]
     print(f"{len(survivors)} of {len(found)} survive: {', '.join(survivors)}")

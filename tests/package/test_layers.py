@@ -1,17 +1,24 @@
 """Folders refer only to those before them in docs/design.md: data flows one way, nothing goes in circles.
 
-In csrc/ by includes, in fastddp/ by imports, those for type checkers and those in functions too.
+In csrc/ by includes, in fastddp/ by imports, those for type checkers and those in functions too. And nothing is left of
+what went: what a user can set is read by the engine, and what C++ offers to Python is used.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from repository import ROOT
+import fastddp
+from fastddp.comm_hooks import BlockState, CompressState, PowerSGDState
+from fastddp.config import Config
+from repository import ROOT, TESTS
 
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "fastddp"
 # What the build writes or maps into the package: it imports nothing of fastddp's, and everybody may import it.
@@ -75,10 +82,6 @@ def test_design_md_lists_every_part_and_each_uses_those_before_it(tree: str) -> 
         assert [other for other in used if order.index(part_of[other]) > order.index(part_of[one])] == [], one
 
 
-def test_files_of_csrc_are_in_folders() -> None:
-    assert {name.count("/") for name in SOURCES} == {1}
-
-
 @pytest.mark.parametrize("uses", [HEADERS, IMPORTS], ids=["csrc", "fastddp"])
 def test_nothing_uses_itself_by_way_of_others(uses: dict[str, set[str]]) -> None:
     left = dict(uses)
@@ -100,3 +103,49 @@ def test_collectives_outside_of_windows_go_through_together() -> None:
         if plain.search(line) or waits.search(line)
     ]
     assert found == []
+
+
+# -------------------------------------------------------------------------------------------------- what is reached
+
+
+OPTIONS: dict[type, set[str]] = {
+    kind: {field.name for field in dataclasses.fields(kind)} for kind in (Config, fastddp.Watch)
+} | {kind: {*inspect.signature(kind).parameters} for kind in (BlockState, CompressState, PowerSGDState)}
+ENGINE = [*(ROOT / "fastddp").rglob("*.py")]
+USERS = [*ENGINE, *(ROOT / "bench").rglob("*.py"), *TESTS.rglob("*.py")]
+
+
+IGNORED = {"batch_tensors_with_same_shape"}
+"""Torch's, which says how many launches its hook takes: fastddp's takes one for all matrices of a bucket."""
+
+
+def attributes(path: Path) -> set[str]:
+    """What a file reads of any object, except where an object is made and its arguments are checked."""
+    tree = ast.parse(path.read_text())
+    makers = {"__init__", "__post_init__"}
+    making = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name in makers
+        for part in ast.walk(node)
+    }
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in making
+    }
+
+
+def test_options_are_read() -> None:
+    read = IGNORED.union(*(attributes(path) for path in ENGINE))
+    assert {kind.__name__: unread for kind, options in OPTIONS.items() if (unread := options - read)} == {}
+
+
+def test_what_the_extension_offers_is_used() -> None:
+    stubs = (ROOT / "fastddp" / "_C.pyi").read_text()
+    nodes = [*ast.walk(ast.parse(stubs))]
+    offered = {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))} - {"__init__"}
+    offered |= {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
+    used = set(re.findall(r"\w+", " ".join(path.read_text() for path in USERS)))
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"->.*|: .*|(?<=\()\w+(?=\):)", stubs))))  # returned, or a base
+    assert offered - used - named == set()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
-import functools
-import importlib
 import inspect
+import pkgutil
 import re
 import textwrap
 import typing
@@ -34,17 +32,8 @@ def directives() -> Iterator[tuple[str, list[str] | None]]:
         yield name, re.findall(r"\w+", listed[1]) if listed else None
 
 
-def resolved(path: str) -> Any:
-    """What a dotted name stands for. The module, where a package has something else of its name."""
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        with contextlib.suppress(ImportError):
-            return functools.reduce(getattr, parts[length:], importlib.import_module(".".join(parts[:length])))
-    raise AttributeError(path)
-
-
 SHOWN = dict(directives())
-VALUES = {path: resolved(path) for path in SHOWN}
+VALUES = {path: pkgutil.resolve_name(path) for path in SHOWN}
 
 
 def is_ours(value: object) -> bool:

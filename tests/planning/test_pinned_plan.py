@@ -88,7 +88,6 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("\n}", "", "holds no bucket plan: it is not JSON, or it was cut short"),
         ('"buckets": [', '"buckets": null, "more": [', "holds no valid bucket plan"),
         ('"shape": [\n      3\n     ],', "", r"buckets\[0\].parameters\[0\].shape is missing. Write it anew"),
         ("float32", "float31", 'torch has no dtype "float31"'),
@@ -196,12 +195,6 @@ def test_gradients_travel_in_the_pinned_buckets(rank: int) -> None:
     assert seen == [8, 4, 8, 4]
 
 
-def test_sizes_of_buckets_next_to_a_plan_are_refused(ranks: RankPool) -> None:
-    for option in ({"bucket_cap_mb": 1}, {"bucket_cap_mb_list": [1]}):
-        for error in ranks.errors(wrapped_with, 2, [FITTING, FITTING], option):
-            assert (error.type_name, "Leave out one" in error.message) == ("ValueError", True)
-
-
 # ------------------------------------------------------------------------------------------ errors on every rank
 
 
@@ -209,9 +202,22 @@ def wrapped_with(rank: int, plans: list[object], options: dict[str, Any]) -> Non
     wrapped(buckets=plans[rank], **options)
 
 
-def test_a_plan_that_fits_on_no_rank_says_so_on_each(ranks: RankPool) -> None:
-    for error in ranks.errors(wrapped_with, 2, [PLAN, PLAN], {}):
-        assert (error.type_name, "parameter 'b' of bucket 0" in error.message) == ("ValueError", True)
+def with_another_module(rank: int) -> None:
+    fastddp.DistributedDataParallel(nn.Linear(2, 2 + rank), buckets=FITTING)
+
+
+@pytest.mark.parametrize(
+    ("does", "arguments", "text"),
+    [
+        (wrapped_with, ([FITTING] * 2, {"bucket_cap_mb": 1}), "Leave out one"),
+        (wrapped_with, ([FITTING] * 2, {"bucket_cap_mb_list": [1]}), "Leave out one"),
+        (wrapped_with, ([PLAN] * 2, {}), "parameter 'b' of bucket 0"),
+        (with_another_module, (), "do not hold the same model"),  # and not that the plan does not fit
+    ],
+)
+def test_what_is_wrong_on_all_ranks_is_said_on_each(ranks: RankPool, does: Any, arguments: Any, text: str) -> None:
+    for error in ranks.errors(does, 2, *arguments):
+        assert text in error.message
 
 
 OTHER = planned({"second": (4,)}, {"first": (4,), "third": (4,)})
@@ -219,24 +225,16 @@ SHORTER = planned({"second": (4,), "first": (4,)})
 DIFFERING: dict[str, tuple[list[object], tuple[str, str]]] = {
     "another bucket": ([FITTING, OTHER], ("'first' of shape (4,), torch.float32, in bucket 0", "in bucket 1")),
     "fits on rank 0 alone": ([FITTING, SHORTER], ("'second' of shape (4,)", "'third' is in no bucket")),
-    "fits on rank 1 alone": ([SHORTER, FITTING], ("'third' is in no bucket", "'second' of shape (4,)")),
     "no file on rank 1": ([FITTING, "/nowhere/plan.json"], ("'second' of", "No such file or directory: '/nowhere")),
-    "nested on rank 1": ([FITTING, "nested.json"], ("'second' of", "it is nested more than 32 deep")),
-    "an infinite shape on rank 0": (["infinite.json", FITTING], ("shape[0]: expected a whole number", "'second' of")),
     "half of a character on rank 1": ([FITTING, "half.json"], ("'second' of", "there is no such field")),
-    "none on rank 1": ([FITTING, None], ("'second' of shape (4,), torch.float32, in bucket 0", "none of this number")),
     "none on rank 0": ([None, FITTING], ("none of this number", "'second' of shape (4,), torch.float32, in bucket 0")),
     "no plan but a number": ([FITTING, 3], ("'second' of", "a plan that cannot be used: buckets is")),
 }
 
 
-# What a file may have in place of the first 4 of a shape; or after its first bracket.
-BAD_FILES = {"nested.json": "[" * 100_000, "infinite.json": "1e999", "half.json": '4], "\\ud800": [0'}
-
-
-def a_bad_file(path: Path) -> Path:
+def with_half_a_character(path: Path) -> Path:
     FITTING.save(path)
-    path.write_text(re.sub(r"\b4\b", lambda match: BAD_FILES[path.name], path.read_text(), count=1))
+    path.write_text(path.read_text().replace('"shape"', '"\\ud800": 0, "shape"', 1))
     return path
 
 
@@ -247,7 +245,7 @@ WITHOUT_INIT_SYNC = [(case, False) for case, (plans, _) in DIFFERING.items() if 
 @pytest.mark.parametrize(("case", "init_sync"), [*((case, True) for case in DIFFERING), *WITHOUT_INIT_SYNC])
 def test_plans_that_differ_raise_on_every_rank(ranks: RankPool, case: str, init_sync: bool, tmp_path: Path) -> None:
     plans, (on_rank_0, on_rank_1) = DIFFERING[case]
-    plans = [a_bad_file(tmp_path / plan) if plan in BAD_FILES else plan for plan in plans]
+    plans = [with_half_a_character(tmp_path / plan) if plan == "half.json" else plan for plan in plans]
     first, second = ranks.errors(wrapped_with, 2, plans, {"init_sync": init_sync})
     assert first.type_name == "RuntimeError"
     assert first.message == second.message
@@ -255,13 +253,3 @@ def test_plans_that_differ_raise_on_every_rank(ranks: RankPool, case: str, init_
     assert "not given the same bucket plan" in zero
     assert on_rank_0 in zero
     assert on_rank_1 in one
-
-
-def other_module_and_plan(rank: int) -> None:
-    module = nn.Linear(2, 2 + rank)
-    fastddp.DistributedDataParallel(module, buckets=FITTING)
-
-
-def test_modules_that_differ_are_reported_before_plans_that_do_not_fit(ranks: RankPool) -> None:
-    for error in ranks.errors(other_module_and_plan, 2):
-        assert "do not hold the same model" in error.message

@@ -140,23 +140,6 @@ def test_a_second_plan_is_made_of_what_the_first_one_shows(rank: int) -> None:
     assert (sizes(model), measure.call_count) == ([5, 1], 1)
 
 
-NETWORKS = {
-    "latency": (Link(latency=1.0, bandwidth=1e12), [6]),
-    "neither": (Link(latency=1e-6, bandwidth=1e12), [5, 1]),  # long before the last one, all others have travelled
-    "bandwidth": (SLOW_NETWORK, [1, 5]),  # while the first one travels, all others come
-}
-
-
-@pytest.mark.parametrize("costs", NETWORKS)
-@on_ranks(2)
-def test_the_plan_is_one_for_the_network(rank: int, costs: str) -> None:
-    link, expected = NETWORKS[costs]
-    with a_network_of(link):
-        model = auto(Layers(pause=0.005))
-        train(model, STEPS + 1, 1.0)
-    assert sizes(model) == expected
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("view", [True, False])
 @on_ranks(2)
@@ -281,14 +264,11 @@ def test_a_rank_without_inputs_takes_part(rank: int) -> None:
     assert sizes(model) == [1, 5]
 
 
-WRAPPED = comm_hooks.bf16_compress_wrapper(comm_hooks.allreduce_hook)
-
-
-@pytest.mark.parametrize(("hook", "size"), [("allreduce_hook", 4096), ("fp16_compress_hook", 2048), ("wrapped", 2048)])
+@pytest.mark.parametrize(("hook", "size"), [("allreduce_hook", 4096), ("fp16_compress_hook", 2048)])
 @on_ranks(2)
 def test_bytes_that_travel_are_planned(rank: int, hook: str, size: int) -> None:
     model = auto(Layers())
-    model.register_comm_hook(None, getattr(comm_hooks, hook, WRAPPED))
+    model.register_comm_hook(None, getattr(comm_hooks, hook))
     with a_network_of(SLOW_NETWORK), what_is_planned() as given:
         train(model, STEPS + 2, 1.0)
     ((measured, _),) = given
@@ -323,11 +303,6 @@ def test_on_a_device_times_are_the_streams(rank: int) -> None:
     ready = [gradient.ready for gradient in measured]
     assert all(second > 0 for second in ready)
     assert len(set(of_ranks((str(sizes(model)), str(ready))))) == 1
-    alone = copy.deepcopy(model.module).cpu()
-    alone.zero_grad()
-    (sum(alone(torch.full((1, 4), x)).square().sum() for x in (1.0, 2.0)) / 2).backward()
-    for parameter, of_mean in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad.cpu(), of_mean.grad)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -338,30 +313,27 @@ def refused(rank: int, options: dict[str, Any]) -> None:
     if options.pop("delay", False):
         options["delay_all_reduce_named_params"] = [("weights.0", module.weights[0])]
         options["param_to_hook_all_reduce"] = module.weights[1]
-    fastddp.DistributedDataParallel(module, **options)
-
-
-def refused_hook(rank: int, hook: Any) -> None:
-    state = comm_hooks.PowerSGDState(None) if hook is comm_hooks.powerSGD_hook else None
-    auto(Layers()).register_comm_hook(state, hook)
+    hook = options.pop("hook", None)
+    model = fastddp.DistributedDataParallel(module, **{"bucket_cap_mb": "auto"} | options)
+    model.register_comm_hook(comm_hooks.PowerSGDState(None) if hook is comm_hooks.powerSGD_hook else None, hook)
 
 
 UNKNOWN_TRAFFIC = 'bucket_cap_mb="auto" plans for gradients that are averaged by one allreduce a bucket'
 
 
 @pytest.mark.parametrize(
-    ("does", "argument", "complaint"),
+    ("options", "complaint"),
     [
-        (refused, {"bucket_cap_mb_list": ["auto"]}, "bucket_cap_mb_list must be a number of MiB >= 0, got 'auto'."),
-        (refused, {"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "Leave out one or the other"),
-        (refused, {"bucket_cap_mb": "auto", "buckets": "plan.json"}, "Leave out one or the other"),
-        (refused, {"bucket_cap_mb": "auto", "delay": True}, "Leave out one or the other"),
-        (refused_hook, averages, UNKNOWN_TRAFFIC),
-        (refused_hook, comm_hooks.noop_hook, UNKNOWN_TRAFFIC),
-        (refused_hook, comm_hooks.powerSGD_hook, UNKNOWN_TRAFFIC),
+        (
+            {"bucket_cap_mb": None, "bucket_cap_mb_list": ["auto"]},
+            "bucket_cap_mb_list must be a number of MiB >= 0, got 'auto'.",
+        ),
+        ({"bucket_cap_mb_list": [1]}, "Leave out one or the other"),
+        ({"buckets": "plan.json"}, "Leave out one or the other"),
+        ({"delay": True}, "Leave out one or the other"),
+        *(({"hook": hook}, UNKNOWN_TRAFFIC) for hook in (averages, comm_hooks.noop_hook, comm_hooks.powerSGD_hook)),
     ],
 )
-def test_what_contradicts_a_plan_is_refused(ranks: RankPool, does: Any, argument: Any, complaint: str) -> None:
-    for error in ranks.errors(does, 2, argument):
-        assert error.type_name == "ValueError"
-        assert complaint in error.message
+def test_what_contradicts_a_plan_is_refused(ranks: RankPool, options: dict[str, Any], complaint: str) -> None:
+    for error in ranks.errors(refused, 2, options):
+        assert (error.type_name, complaint in error.message) == ("ValueError", True)

@@ -68,11 +68,6 @@ def all_the_same(size: int, number: int) -> float:
     return 0.15 + 0.02 * (number * 7 % 11 / 11)
 
 
-def falling(size: int, number: int) -> float:
-    """The larger, the faster."""
-    return 0.01 - 1e-10 * size
-
-
 def just_above_noise(above: float) -> Cost:
     """Samples of a size lie within 10 ms, and those of the largest one so much above the others."""
     return lambda size, number: 0.15 + 0.01 * (number // 5 % 5 / 4) + above * (size == SIZES[-1])
@@ -113,14 +108,12 @@ def test_a_few_samples_that_were_disturbed_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("cost", "sizes"),
     [
-        (all_the_same, SIZES),
-        (falling, SIZES),
         (lambda size, number: 0.15, SIZES),  # any bandwidth at all would fit
         (lambda size, number: 0.15 + (0.1 if size == 2 * MIB else 1e-9 * size), SIZES),  # not the largest: another one
         (just_above_noise(0.004), SIZES),
         (line, SIZES[:1]),
     ],
-    ids=["noise", "falling", "constant", "not the largest", "within noise", "one size"],
+    ids=["constant", "not the largest", "within noise", "one size"],
 )
 def test_a_bandwidth_that_the_times_do_not_support_is_not_stated(cost: Cost, sizes: list[int]) -> None:
     words = fit(sizes, samples_of(cost, sizes))

@@ -27,6 +27,7 @@ from repository import ROOT, TESTS
 BUILT = ("fastddp/_build_info.py", "fastddp/_C*.so", "fastddp/_pages*.so")
 TOP = ("LICENSE", "README.md", "CHANGELOG.md", "MANIFEST.in", "constraints.txt", "pyproject.toml", "setup.py")
 MODULES = ("fastddp_command.py",)
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def is_built(name: str) -> bool:
@@ -41,9 +42,10 @@ def sources() -> set[str]:
 
 
 def compare(archive: Path, held: set[str], expected: set[str]) -> None:
-    missing, more = sorted(expected - held), sorted(held - expected)
-    if missing or more:
-        sys.exit(f"{archive.name} lacks {missing or 'nothing'}, and holds {more or 'nothing'} that it should not.")
+    if held != expected:
+        sys.exit(
+            f"{archive.name} lacks {sorted(expected - held)}, and holds {sorted(held - expected)} that it should not."
+        )
 
 
 def check_wheel(wheel: Path) -> None:
@@ -72,8 +74,7 @@ def run(*command: str | Path, folder: Path) -> None:
 
 
 def build_wheel(source: Path, out: Path) -> Path:
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", out, source, folder=source)
+    run(*PIP, "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", out, source, folder=source)
     return next(out.glob("*.whl"))
 
 
@@ -88,8 +89,7 @@ def try_out(wheel: Path, folder: Path) -> None:
     environment = folder / "environment"
     venv.create(environment, symlinks=True)
     python = environment / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
-    run(*pip, "install", "--quiet", "--no-index", "--no-deps", wheel, folder=folder)
+    run(*PIP, "--python", python, "install", "--quiet", "--no-index", "--no-deps", wheel, folder=folder)
     # Only the folder, after the environment's own: .pth files in it, as of a fastddp in place, are not followed.
     site = next(environment.glob("lib/python*/site-packages"))
     (site / "torch_of_this_environment.pth").write_text(sysconfig.get_path("purelib"))
