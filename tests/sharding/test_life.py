@@ -57,6 +57,11 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         "got torch.float32(.|\n)*FD024",
         lambda: sharded(wrapped(), parameter_wire=torch.float32),
     ),
+    "gradients that are whole in memory of their own": (
+        ValueError,
+        r'does not go with main_grads="main_grad"(.|\n)*FD042',
+        lambda: sharded(wrapped(main_grads="main_grad")),
+    ),
     "Muon by elements": (
         ValueError,
         r'Muon raises ValueError with parts(.|\n)*shard="parameters"(.|\n)*FD046',
