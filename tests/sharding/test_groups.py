@@ -83,13 +83,13 @@ def muon_and_adamw() -> tuple[fastddp.DistributedDataParallel, Any]:
 
 def train(model: nn.Module, optimizers: list[Any], first: int, last: int, rank: int) -> None:
     """These steps; each has its own inputs, and rates that a scheduler has set."""
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in optimizers]
     for number in range(first, last):
         x = torch.randn(4, 20, generator=torch.Generator().manual_seed(2 * number + rank))
         model(x).square().mean().backward()
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.9
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
             optimizer.step()
+            scheduler.step()
         model.zero_grad()
 
 
