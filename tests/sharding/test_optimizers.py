@@ -59,6 +59,11 @@ def test_settings_of_each_group_count(group: int) -> None:
     assert find_way(small.Lion, {group: small.LARS}, held[::-1] if group else held).shard in ("unknown", "parameters")
 
 
+def test_a_class_that_asks_for_settings_of_groups_is_tried_with_them() -> None:
+    matrix, other = ({"params": [nn.Parameter(torch.empty(9, 9))], "lr": 0.1, "matrices": is_} for is_ in (True, False))
+    assert [way(small.ByGroup, groups=groups) for groups in ([other], [other, matrix])] == ["elements", "parameters"]
+
+
 NEITHER: dict[str, tuple[Any, str]] = {
     "one distance": (small.Prodigy, "Prodigy steps parameters in another way together than apart"),
     "momentum that is in no state": (small.KeepsElsewhere, "KeepsElsewhere keeps outside of its state"),
@@ -119,25 +124,6 @@ def test_a_trial_leaves_random_numbers_as_they_are() -> None:
 def test_parameters_are_those_of_the_replicated_optimizer(rank: int, kind: Any) -> None:
     replicated, sharded = both(rank, Layers, partial(kind, lr=0.01), {}, steps=5)
     torch.testing.assert_close(sharded, replicated)
-
-
-@pytest.mark.parametrize("named", [False, True])
-@on_ranks(2)
-def test_a_class_that_asks_for_settings_of_groups_is_tried_with_them(rank: int, named: bool) -> None:
-    found = []
-    for is_sharded in (False, True):
-        training = Training(rank, Layers())
-        held = training.model.named_parameters() if named else training.model.parameters()
-        split: dict[bool, list[Any]] = {True: [], False: []}
-        for one in held:
-            split[(one[1] if named else one).ndim == 2].append(one)
-        groups = [{"params": params, "matrices": matrices} for matrices, params in split.items()]
-        make = partial(small.ByGroup, lr=0.01)
-        optimizer: Any = of(training.model, make, groups) if is_sharded else make(groups)
-        training.train(optimizer)
-        found.append(training.parameters())
-    assert optimizer.parts.whole
-    assert differences(*found) == []
 
 
 @on_ranks(2)

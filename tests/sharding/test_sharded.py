@@ -137,12 +137,13 @@ def test_tied_and_frozen_parameters_and_those_that_other_modules_read(rank: int,
 
 
 @on_ranks(2)
-def test_a_rate_that_is_a_tensor_may_be_changed_in_place(rank: int) -> None:
+def test_parameters_may_have_names_and_a_rate_that_is_a_tensor_may_be_changed_in_place(rank: int) -> None:
     found = []
     for sharded in (False, True):
         training, rate = Training(rank, Layers()), torch.tensor(0.01)
         adamw = partial(torch.optim.AdamW, lr=rate, foreach=False)
-        optimizer = of(training.model, adamw) if sharded else adamw(training.model.parameters())
+        named = training.model.named_parameters()
+        optimizer = of(training.model, adamw, named) if sharded else adamw(named)
         for _ in range(3):
             training.train(optimizer, steps=1)
             rate.mul_(0.5)
