@@ -67,11 +67,6 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         r'Muon raises ValueError with parts(.|\n)*shard="parameters"(.|\n)*FD046',
         lambda: sharded(wrapped(), shard="elements", params=[{"params": [], "optimizer_class": torch.optim.Muon}]),
     ),
-    "Muon in a group that comes later": (
-        ValueError,
-        r'Muon raises ValueError with parts(.|\n)*shard="parameters"(.|\n)*FD046',
-        lambda: sharded(wrapped()).add_param_group({"params": [], "optimizer_class": torch.optim.Muon}),
-    ),
     "a setting that the class refuses": (ValueError, "Invalid learning rate", lambda: sharded(wrapped(), lr=-1.0)),
     "a parameter of another model": (
         ValueError,
