@@ -109,38 +109,30 @@ def save(rank: int, folder: Path, how: dict[str, Any]) -> None:
         torch.save(values(model), folder / "expected")
 
 
-def load_model(model: nn.Module, folder: Path) -> None:
-    """From torch's file."""
-    getattr(model, "module", model).load_state_dict(torch.load(folder / "model"))
-
-
-def load_whole(rank: int, of: Made, folder: Path) -> None:
-    load_model(of[0], folder)
-    of[1].load_state_dict(torch.load(folder / "whole"))
-
-
-def load_part(rank: int, of: Made, folder: Path) -> None:
-    load_model(of[0], folder)
-    of[1].load_state_dict(torch.load(folder / f"part{rank}", weights_only=True))
-
-
-def load_dcp(rank: int, of: Made, folder: Path, **options: Any) -> None:
+def load_dcp(of: Made, folder: Path, **options: Any) -> None:
     found = states(of, **options)
     dcp.load(found, checkpoint_id=folder / "dcp")
     set_states(of, found, **options)
 
 
-def resume(rank: int, folder: Path, load: Callable[..., None], steps_before: int, how: dict[str, Any]) -> None:
+def load(rank: int, of: Made, folder: Path, way: str) -> None:
+    if way == "dcp":
+        return load_dcp(of, folder)
+    model, optimizer = of
+    getattr(model, "module", model).load_state_dict(torch.load(folder / "model"))
+    return optimizer.load_state_dict(torch.load(folder / (f"part{rank}" if way == "part" else "whole")))
+
+
+def resume(rank: int, folder: Path, way: str, steps_before: int, how: dict[str, Any]) -> None:
     """Load into another model, which has made some steps or none, and train on."""
     of = made(1, **how)
     train(of, 10, 10 + steps_before)
-    load(rank, of, folder)
+    load(rank, of, folder, way)
     train(of, 3, 6)
     differing = differences(torch.load(folder / "expected"), values(of[0]))
     assert differing == [], "\n".join(differing)
 
 
-WAYS = {"whole": load_whole, "part": load_part, "dcp": load_dcp}
 SOME = {"whole": (2,), "part": (4,), "dcp": (2,)}
 OF_ADAMW = {"optimizer_class": AdamW, "lr": 0.01}
 MUON = {"kind": Muon, "shard": "parameters", "of_others": OF_ADAMW}
@@ -174,10 +166,10 @@ def test_training_goes_on_bit_for_bit(
     for way, numbers in sizes.items():
         for size in numbers:
             for steps_before in (0, 1, 3):  # before the first forward, before the second one plans buckets, and later
-                ranks.run(resume, size, tmp_path, WAYS[way], steps_before, how)
+                ranks.run(resume, size, tmp_path, way, steps_before, how)
     if plain:
-        ranks.run(resume, 1, tmp_path, load_whole, 0, {**how, "plain": True})
-        ranks.run(resume, 1, tmp_path, load_dcp, 0, {**how, "plain": True})
+        for way in ("whole", "dcp"):
+            ranks.run(resume, 1, tmp_path, way, 0, {**how, "plain": True})
 
 
 @on_ranks(2)
@@ -196,7 +188,7 @@ def test_options_of_torchs_state_dicts_work(
     of, other = made(0, **how), made(1, **how)
     train(of, 0, 3)
     dcp.save(states(of, **options), checkpoint_id=tmp_path / "dcp")
-    load_dcp(rank, other, tmp_path, **options)
+    load_dcp(other, tmp_path, **options)
     train(of, 3, 5)
     train(other, 3, 5)
     assert differences(values(of[0]), values(other[0])) == []
@@ -219,7 +211,7 @@ def test_async_save_saves_the_state_of_the_moment(rank: int, tmp_path: Path) -> 
     saving = dcp.async_save(states(of), checkpoint_id=tmp_path / "dcp", process_group=dist.new_group())
     train(of, 3, 5)
     saving.result()
-    load_dcp(rank, other, tmp_path)
+    load_dcp(other, tmp_path)
     train(other, 3, 5)
     assert differences(values(of[0]), values(other[0])) == []
 

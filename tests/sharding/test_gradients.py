@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import fastddp
 from fastddp import comm_hooks
-from on_ranks import of_ranks, on_ranks
+from on_ranks import Wrap, of_ranks, on_ranks, same_under_both
 from parts import Parts
 
 SIZES = (3000, 7, 2500)
@@ -40,7 +41,8 @@ class Training:
         if hook is not None:
             self.model.register_comm_hook(None, hook)
         settings = {"lr": 0.5, **settings}
-        self.optimizer: torch.optim.Optimizer = (
+        self.is_sharded = sharded
+        self.optimizer: Any = (
             fastddp.ShardedOptimizer(self.model, kind, **settings)
             if sharded
             else kind(self.model.parameters(), **settings)
@@ -58,16 +60,19 @@ class Training:
 
     def clip(self, max_norm: float) -> Tensor:
         """Gradients as they are now."""
-        if isinstance(self.optimizer, fastddp.ShardedOptimizer):
+        if self.is_sharded:
             return fastddp.clip_grad_norm_(self.model, max_norm)
         return clip_grad_norm_(self.model.parameters(), max_norm)
 
     def own_gradients(self) -> list[Tensor]:
         """This rank's part."""
-        return self.optimizer.parts.gradients()  # type: ignore[attr-defined,no-any-return]
+        return self.optimizer.parts.gradients()  # type: ignore[no-any-return]
 
     def parameters(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+EITHER = partial(Training, sharded=False), partial(Training, sharded=True)
 
 
 class Chosen(nn.Module):
@@ -168,24 +173,21 @@ ZEROING: dict[str, Callable[[Training, bool], None]] = {
 
 @pytest.mark.parametrize("of", ZEROING)
 @pytest.mark.parametrize("set_to_none", [True, False])
-@on_ranks(2)
-def test_after_zero_grad_a_window_adds_to_nothing(rank: int, of: str, set_to_none: bool) -> None:
-    found = []
-    for sharded in (False, True):
-        training = Training(rank, sharded, momentum=0.5)
-        for _ in range(4):
-            training.backward()
-            training.optimizer.step()
-            training.backward()  # into the rest of the last one
-            ZEROING[of](training, set_to_none)
-            training.backward()
-            training.optimizer.step()
-            ZEROING[of](training, set_to_none)
-            assert all((parameter.grad is None) == set_to_none for parameter in training.model.parameters())
-            assert not sharded or (training.own_gradients() == []) == set_to_none
-            training.optimizer.step()  # with zeros momentum goes on, without gradients nothing does
-        found.append(training.parameters())
-    assert_same(found[1], found[0])
+@same_under_both(both=EITHER)
+def test_after_zero_grad_a_window_adds_to_nothing(wrap: Wrap, rank: int, of: str, set_to_none: bool) -> Any:
+    training = wrap(rank, momentum=0.5)
+    for _ in range(4):
+        training.backward()
+        training.optimizer.step()
+        training.backward()  # into the rest of the last one
+        ZEROING[of](training, set_to_none)
+        training.backward()
+        training.optimizer.step()
+        ZEROING[of](training, set_to_none)
+        assert all((parameter.grad is None) == set_to_none for parameter in training.model.parameters())
+        assert not training.is_sharded or (training.own_gradients() == []) == set_to_none
+        training.optimizer.step()  # with zeros momentum goes on, without gradients nothing does
+    return training.parameters()
 
 
 def each(change: Callable[[Any], object]) -> Callable[[Training, bool], None]:
@@ -205,24 +207,23 @@ BEHIND_OUR_BACK = {
 
 @pytest.mark.parametrize("of", [*ZEROING, *BEHIND_OUR_BACK])
 @pytest.mark.parametrize("again", [False, True], ids=["", "another local backward"])
-@on_ranks(2)
-def test_averages_are_zeroed_with_the_local_gradient_that_was_added_to_them(rank: int, of: str, again: bool) -> None:
+@same_under_both(both=EITHER)
+def test_averages_are_zeroed_with_the_local_gradient_that_was_added_to_them(
+    wrap: Wrap, rank: int, of: str, again: bool
+) -> Any:
     zero = (ZEROING | BEHIND_OUR_BACK)[of]
-    found = []
-    for sharded in (False, True):
-        training = Training(rank, sharded)
-        for _ in range(3):
+    training = wrap(rank)
+    for _ in range(3):
+        training.backward()
+        with training.model.no_sync():
             training.backward()
-            with training.model.no_sync():
+            zero(training, False)
+            if again:
                 training.backward()
-                zero(training, False)
-                if again:
-                    training.backward()
-            training.backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-        found.append(training.parameters())
-    assert_same(found[1], found[0])
+        training.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return training.parameters()
 
 
 # -------------------------------------------------------------------------------------------------------- the norm
