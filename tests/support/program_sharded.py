@@ -226,7 +226,7 @@ def compare_momentum(candidate: Sharded, reference: Replicated, when: str) -> li
 def compare(candidate: Sharded, reference: Replicated, when: str) -> list[str]:
     found = []
     gradients = {} if candidate.begun else candidate.whole_gradients()
-    for index in range(len(candidate.program.parameters)):
+    for index, spec in enumerate(candidate.program.parameters):
         error = rounding(candidate, index)
         # What had gaps has none in flat memory.
         ours, theirs = (
@@ -234,20 +234,17 @@ def compare(candidate: Sharded, reference: Replicated, when: str) -> list[str]:
         )
         found.append(difference(f"parameter {index}", ours, theirs, error))
         gradient, expected = candidate.gradient(index), reference.gradient(index)
-        if candidate.program.parameters[index].sparse:
-            found.append(difference(f"gradient {index}", gradient, expected, error))
+        name = f"gradient {index}"
+        if spec.sparse:
+            found.append(difference(name, gradient, expected, error))
         elif (
-            gradient is None or expected is None or (gradient.dtype, gradient.shape) != (expected.dtype, expected.shape)
+            gradient is None or expected is None or gradient.dtype != expected.dtype or gradient.shape != expected.shape
         ):
-            found.append("" if gradient is expected else f"gradient {index} is {gradient!r}, expected {expected}")
-        elif index in gradients:
-            found.append(
-                difference(
-                    f"gradient {index}", gradients[index], torch.empty_like(gradients[index]).copy_(expected), error
-                )
-            )
+            found.append("" if gradient is expected else f"{name} is {gradient!r}, expected {expected}")
+        elif (whole := gradients.get(index)) is not None:
+            found.append(difference(name, whole, torch.empty_like(whole).copy_(expected), error))
         elif not candidate.begun and expected.numel():
-            found.append(f"gradient {index} is nowhere, expected {expected}")
+            found.append(f"{name} is nowhere, expected {expected}")
     for name, buffer in candidate.module.named_buffers():
         found.append(difference(f"buffer {name}", buffer, reference.module.get_buffer(name), 0))
     return [f"after {when}: {text}" for text in found if text]
