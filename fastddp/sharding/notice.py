@@ -40,7 +40,14 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def of(parameter: Tensor, dtype: torch.dtype, name: str, zero: Callable[[], None]) -> ShardedGradient:
-        """The notice of the gradient, which has this ``dtype``; ``zero``: sets this rank's part of it to zero."""
+        """Return the notice of a parameter.
+
+        Args:
+            parameter: whose gradient is sharded.
+            dtype: the gradient's.
+            name: the parameter's, for errors.
+            zero: sets this rank's part of the gradient to zero.
+        """
         empty = torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
         notice: ShardedGradient = Tensor._make_subclass(ShardedGradient, empty)  # type: ignore[attr-defined]
         notice._name, notice._zero = name, zero

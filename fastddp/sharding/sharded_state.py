@@ -43,11 +43,24 @@ class ShardedState(Tensor):
 
     @staticmethod
     def of(part: Tensor, parameter: Tensor, begin: int, end: int) -> ShardedState:
-        """Elements ``begin`` to ``end``, which ``part`` has, of a tensor that is laid out like ``parameter``."""
+        """Return a part of a tensor that is laid out like a parameter.
+
+        Args:
+            part: the elements.
+            parameter: the parameter.
+            begin: the first of them in it.
+            end: the one after the last.
+        """
         return sharded_state(part, tuple(parameter.shape), memory_order(parameter), begin, end)
 
     def has(self, parameter: Tensor, begin: int, end: int) -> bool:
-        """Whether elements ``begin`` to ``end`` of ``parameter`` are in the part."""
+        """Whether elements of a parameter are in the part.
+
+        Args:
+            parameter: the parameter.
+            begin: the first of them.
+            end: the one after the last.
+        """
         same_order = self.order == memory_order(parameter)
         return self.part.shape == self.shape or (same_order and self.begin <= begin and end <= self.end)
 

@@ -81,16 +81,11 @@ class ShardedZero(ShardedOptimizer):
         self._consolidated = self._full_state_dict(keep=self.process_group.rank() == to)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """What this rank has consolidated last, as ``optimizer_class`` has it over a whole model.
-
-        Raises:
-            RuntimeError: it has not.
-        """
+        """What this rank has consolidated last, as of a whole model; RuntimeError: it has not."""
         if not self._consolidated:
-            rank = self.process_group.rank()
             raise RuntimeError(
                 "Optimizer state has not been consolidated on this rank. Call "
-                f"consolidate_state_dict(to={rank}) on all ranks before."
+                f"consolidate_state_dict(to={self.process_group.rank()}) on all ranks before."
             )
         return self._consolidated
 
