@@ -14,8 +14,8 @@ _Parameters = dict[str, Any]
 _OF_MODULES = frozenset(vars(nn.Module()))  # the rest are attributes that users' classes have set
 
 
-class Arriving(_Parameters):
-    """A module's parameters. Whoever reads one through the module waits until it is here.
+class _Arriving(_Parameters):
+    """A module's parameters, as a dict in which whoever reads one waits until it is here.
 
     It stands in the module's ``_parameters`` while parameters are on their way. A hook before each module's forward
     would not be enough: modules read parameters of others (as ``nn.MultiheadAttention`` those of its projection).
@@ -31,52 +31,35 @@ class Arriving(_Parameters):
         return parameter
 
     def __getitem__(self, name: str) -> Any:
-        """As of a dict; waits."""
         return self._here(super().__getitem__(name))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dict; waits."""
         return self._here(super().get(name, default))
 
     def pop(self, name: str, *default: Any) -> Any:
-        """As of a dict; waits."""
         return self._here(super().pop(name, *default))
 
     def __iter__(self) -> Any:
-        """As of a dict. Without this method, ``dict(...)`` and ``{**...}`` would not call those above."""
-        return iter(self.keys())
+        return iter(self.keys())  # without this method, dict(...) and {**...} would not call those above
 
     def values(self) -> Any:
-        """As of a dict; waits for all."""
         for parameter in super().values():
             self._here(parameter)
         return super().values()
 
     def items(self) -> Any:
-        """As of a dict; waits for all."""
         self.values()
         return super().items()
 
     def copy(self) -> _Parameters:
-        """A dict without waits; waits for all."""
         return dict(self.items())
 
     def __reduce__(self) -> Any:
-        """Copies and pickles are plain dicts."""
         return dict, (self.copy(),)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """As :meth:`__reduce__`."""
-        return self.__reduce__()
 
 
 class ModulesWithArriving:
-    """The modules that have some of these parameters, between the step and the moment when all are here.
-
-    Args:
-        model: the modules are in it.
-        known: buckets of the parameters, by identity.
-    """
+    """The modules of ``model`` that have parameters on their way; ``known``: the buckets of those, by identity."""
 
     def __init__(self, model: nn.Module, known: Mapping[int, int]) -> None:
         self._before: list[tuple[nn.Module, _Parameters]] = []
@@ -98,13 +81,13 @@ class ModulesWithArriving:
     def begin(self, wait: _Wait) -> None:
         """Whoever reads one of the parameters through its module calls ``wait`` with it, from now on."""
         for module, before in self._before:
-            module.__dict__["_parameters"] = Arriving(before, wait)
+            module.__dict__["_parameters"] = _Arriving(before, wait)
 
     def follow(self) -> None:
         """The dictionaries of before, which others may hold, get what is in modules now."""
         for module, before in self._before:
             now = module.__dict__["_parameters"]
-            if isinstance(now, Arriving):
+            if isinstance(now, _Arriving):
                 before.clear()
                 before.update(dict.items(now))
 
@@ -112,5 +95,5 @@ class ModulesWithArriving:
         """All parameters are here."""
         self.follow()
         for module, before in self._before:
-            if isinstance(module.__dict__["_parameters"], Arriving):
+            if isinstance(module.__dict__["_parameters"], _Arriving):
                 module.__dict__["_parameters"] = before

@@ -74,11 +74,7 @@ class Held:
         return {parameter: own.get(parameter, {}) for parameter in trained if own.get(parameter) != {}}
 
     def whole(self, *, keep: bool) -> dict[int, dict[str, Any]]:
-        """That of all ranks by number in ``groups``, copied to the CPU bucket by bucket. A collective.
-
-        Args:
-            keep: if not, the result is empty.
-        """
+        """That of all ranks by number in ``groups``, on the CPU; not ``keep``: nothing of it. A collective."""
         trained = chain.from_iterable(one["params"] for one in self.groups)
         number_of = {id(parameter): number for number, parameter in enumerate(trained)}
         found = {}
@@ -106,16 +102,9 @@ def wants_whole() -> bool:
 
 
 class Saved:
-    """A state that is to be loaded; it fits the model.
+    """A state that is to be loaded, a whole one or one rank's part; ValueError: it is another model's.
 
-    Args:
-        state_dict: a whole state, or one rank's part.
-        groups: the optimizer's.
-        parameters: the model's.
-        any_shape: state need not be a number for each element.
-
-    Raises:
-        ValueError: it is another model's.
+    ``any_shape``: state need not be a number for each element.
     """
 
     def __init__(
@@ -211,9 +200,9 @@ class Saved:
 
 def _part(value: Any, parameter: Tensor, span: Span) -> Any:
     """The span's part of a saved value, in memory of its own."""
-    if isinstance(value, ShardedState) and value.part.shape != parameter.shape:
-        return value.part[span.begin - value.begin : span.end - value.begin].clone()
     if isinstance(value, ShardedState):
+        if value.part.shape != parameter.shape:
+            return value.part[span.begin - value.begin : span.end - value.begin].clone()
         value = value.part
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)

@@ -25,20 +25,16 @@ def make_optimizer(make: Make, own: Mapping[int, Make], groups: list[Any]) -> Op
     """``make`` makes the optimizer of all groups, unless some have an ``own`` class."""
     if not own:
         return make(groups)
-    return OneForEachGroup([own.get(number, make)([group]) for number, group in enumerate(groups)])
+    return _OneForEachGroup([own.get(number, make)([group]) for number, group in enumerate(groups)])
 
 
 def members(optimizer: Any) -> Sequence[Any]:
     """The optimizers of users' classes in what :func:`make_optimizer` has made."""
-    return optimizer.each if isinstance(optimizer, OneForEachGroup) else [optimizer]
+    return optimizer.each if isinstance(optimizer, _OneForEachGroup) else [optimizer]
 
 
-class OneForEachGroup(Optimizer):
-    """An optimizer for each group, with one ``state``.
-
-    Args:
-        each: the optimizers.
-    """
+class _OneForEachGroup(Optimizer):
+    """An optimizer for each group, with one ``state``."""
 
     def __init__(self, each: Sequence[Optimizer]) -> None:
         self.each = each
@@ -53,12 +49,10 @@ class OneForEachGroup(Optimizer):
             one.state = self.state
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Of each."""
         for one in self.each:
             one.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; each loads its own."""
         state = state_dict["state"]
         for one, group in zip(self.each, state_dict["param_groups"], strict=True):
             own = {number: state[number] for number in group["params"] if number in state}

@@ -15,6 +15,7 @@ _ZEROING = (Tensor.zero_, torch._foreach_zero_)
 # What nn.Module moves gradients by: to another device, and there in place of what was here.
 _MOVING = (Tensor.cpu, Tensor.cuda, Tensor.to)
 _REPLACING = (Tensor.data.__set__, torch._has_compatible_shallow_copy_type)  # type: ignore[attr-defined]
+_FACTS = ("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
 HARMLESS = {
     Tensor.dim,
     Tensor.element_size,
@@ -23,21 +24,7 @@ HARMLESS = {
     Tensor.numel,
     Tensor.requires_grad_,
     Tensor.size,
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            "device",
-            "dtype",
-            "grad_fn",
-            "is_cuda",
-            "is_leaf",
-            "is_sparse",
-            "layout",
-            "ndim",
-            "requires_grad",
-            "shape",
-        )
-    ),
+    *(getattr(Tensor, name).__get__ for name in _FACTS),
 }
 
 
@@ -74,11 +61,9 @@ class ShardedGradient(Tensor):
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """What it is."""
         return f"ShardedGradient of {self._name}"
 
     def __format__(self, spec: str) -> str:
-        """What it is."""
         return repr(self)
 
     @classmethod
@@ -131,9 +116,7 @@ def _named(func: Any) -> str:
 
 def zeroing(holder: Tensor | None) -> Callable[[], None]:
     """Zeroes the gradient of this rank's part, which is ``holder``; None: it has none."""
-    if holder is None:
-        return lambda: None
-    this = weakref.ref(holder)
+    this = (lambda: None) if holder is None else weakref.ref(holder)
 
     def zero() -> None:
         held = this()

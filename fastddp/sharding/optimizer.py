@@ -96,7 +96,6 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         let_scalers_unscale_parts()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raise RuntimeError: a copy would have no model."""
         raise RuntimeError(
             "A ShardedOptimizer cannot be pickled or copied, since it steps parameters of its model. Copy the model, "
             "and make another optimizer for it." + see("FD042")

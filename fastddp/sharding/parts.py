@@ -59,11 +59,7 @@ class Parts:
 
     @property
     def model(self) -> DistributedDataParallel:
-        """Whose parameters are trained.
-
-        Raises:
-            RuntimeError: it is gone.
-        """
+        """Whose parameters are trained; RuntimeError: it is gone."""
         model = self._of_model()
         if model is None:
             raise RuntimeError("The model of this ShardedOptimizer is gone. Keep the wrapper." + see("FD042"))

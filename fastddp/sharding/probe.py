@@ -39,8 +39,7 @@ class Way(NamedTuple):
 def find_way(make: Make, own: Mapping[int, Make], groups: Sequence[Group]) -> Way:
     """Whether an optimizer treats each element by itself, or each parameter; arguments as of ``make_optimizer``.
 
-    Raises:
-        ValueError: it takes a number over all parameters, or a closure.
+    ValueError: it takes a number over all parameters, or a closure.
     """
     alone = [(own.get(number, make), [group]) for number, group in enumerate(groups)]
     ways = [_way_of(*each) for each in (alone if own else [(make, groups)])]

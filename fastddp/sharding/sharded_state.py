@@ -16,15 +16,7 @@ if TYPE_CHECKING:  # it is large, and imported by whoever calls these methods
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-_OF_PART = (
-    Tensor.__deepcopy__,
-    Tensor.clone,
-    Tensor.cpu,
-    Tensor.cuda,
-    Tensor.detach,
-    Tensor.pin_memory,
-    Tensor.to,
-)
+_OF_PART = (Tensor.__deepcopy__, Tensor.clone, Tensor.cpu, Tensor.cuda, Tensor.detach, Tensor.pin_memory, Tensor.to)
 
 
 class Box(NamedTuple):
@@ -87,7 +79,6 @@ class ShardedState(Tensor):
     # ------------------------------------------------------------- what torch/distributed/_checkpointable.py asks for
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """What this rank saves."""
         from torch.distributed.checkpoint import metadata, planner
 
         properties = metadata.TensorProperties.create_from_tensor(self.part)
@@ -101,23 +92,19 @@ class ShardedState(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The rectangles of this rank."""
         from torch.distributed.checkpoint import metadata
 
         return [metadata.ChunkStorageMetadata(box.offsets, box.sizes) for box in self.boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The memory of one of them."""
         return next(box.values for box in self.boxes() if box.offsets == index.offset)
 
     # ---------------------------------------------------------------------------------------------------- as a tensor
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        """Pickle the part and its place."""
         return sharded_state, (self.part, tuple(self.shape), self.order, self.begin, self.end)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say which part it is."""
         return f"ShardedState({self.begin}:{self.end} of {tuple(self.shape)}, {self.part!r})"
 
     @classmethod

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class Span(NamedTuple):
     """Its number."""
 
     def __repr__(self) -> str:
-        """Without ``like``, whose memory cannot be printed."""
+        # Without ``like``, whose memory cannot be printed.
         return f"Span({self.begin} to {self.end} of parameter {self.parameter}, in bucket {self.bucket})"
 
 
@@ -131,15 +132,10 @@ class Shards:
             yield Span(index, begin, end, holder, run + offset, without_memory(holder, holder.dtype), number)
 
     def _make_notices(self, now: InForce) -> None:
-        holders = {span.parameter: span.holder for bucket in self.buckets for span in bucket.spans}
-        for bucket in self.plan:
-            for index in bucket:
-                self.notices[index] = ShardedGradient.of(
-                    self._parameters[index],
-                    now.setting.parameters[index].dtype,
-                    now.setting.names[index],
-                    zeroing(holders.get(index)),
-                )
+        holders = {span.parameter: span.holder for span in self.spans()}
+        for index in chain.from_iterable(self.plan):
+            zero, dtype = zeroing(holders.get(index)), now.setting.parameters[index].dtype
+            self.notices[index] = ShardedGradient.of(self._parameters[index], dtype, self._names[index], zero)
 
     def install(self) -> None:
         """Let the reducer write gradients to the spans' holders, from the next window on."""
@@ -202,7 +198,7 @@ class Shards:
 
     def _check_memory(self) -> None:
         """Parameters are still views of the buckets' memory, which is what steps change."""
-        for index in (index for bucket in self.plan for index in bucket):
+        for index in chain.from_iterable(self.plan):
             if self._parameters[index].data_ptr() != self._memory[index]:
                 raise RuntimeError(
                     f"Parameter {self._names[index]} has other memory than its ShardedOptimizer has given it, so "
@@ -239,11 +235,7 @@ class Shards:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Until all parameters are here.
-
-        Raises:
-            RuntimeError: their gather fails, or has failed.
-        """
+        """Until all parameters are here; RuntimeError: their gather fails, or has failed."""
         self.check()
         for number in reversed(range(len(self.buckets))):
             self.wait_for(number)

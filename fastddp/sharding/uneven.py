@@ -20,7 +20,9 @@ class StepsToTheEnd(OfParts, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank without inputs does beside each step of the others: it steps its part."""
-        return _Steps(self.step)
+        hook = JoinHook()
+        hook.main_hook = self.step  # type: ignore[method-assign]
+        return hook
 
     @property
     def join_device(self) -> torch.device:
@@ -40,12 +42,3 @@ class StepsToTheEnd(OfParts, Joinable):
                 "model alone. Use Join([model, optimizer]), in this order." + see("FD042")
             )
         Join.notify_join_context(self)
-
-
-class _Steps(JoinHook):
-    def __init__(self, step: Callable[[], Any]) -> None:
-        super().__init__()
-        self._step = step
-
-    def main_hook(self) -> None:
-        self._step()

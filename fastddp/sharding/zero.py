@@ -43,8 +43,9 @@ def _made(
     params = params if isinstance(params, Tensor) else list(params)
     options = {"parameters_as_bucket_view": parameters_as_bucket_view, "overlap_with_ddp": overlap_with_ddp}
     torchs = functools.partial(make, params, optimizer_class, process_group, **options, **defaults)
-    model = None if overlap_with_ddp else model_of(params)
-    if model is None or not _is_steppable(optimizer_class) or not _is_group_of(model, process_group):
+    ranks_of = dist.get_process_group_ranks
+    model = model_of(params) if not overlap_with_ddp and _is_steppable(optimizer_class) else None
+    if model is None or ranks_of(process_group) != ranks_of(model.process_group):
         return torchs()
     try:
         return ShardedZero(model, optimizer_class, params, **defaults)
@@ -60,20 +61,8 @@ def _is_steppable(optimizer_class: Any) -> bool:
     return is_class and not issubclass(optimizer_class, torch.optim.LBFGS)
 
 
-def _is_group_of(model: DistributedDataParallel, group: dist.ProcessGroup | None) -> bool:
-    ranks_of = dist.get_process_group_ranks
-    return ranks_of(group) == ranks_of(model.process_group)
-
-
 class ShardedZero(ShardedOptimizer):
-    """A sharded optimizer with the methods of torch's ``ZeroRedundancyOptimizer``, of which it counts as an instance.
-
-    Args:
-        model: whose parameters to train.
-        optimizer_class: a class of ``torch.optim``, or one like it.
-        params: parameters or parameter groups.
-        **settings: of ``optimizer_class``.
-    """
+    """A sharded optimizer with the methods of torch's ``ZeroRedundancyOptimizer``, whose instance it counts as."""
 
     def __init__(
         self, model: DistributedDataParallel, optimizer_class: type[Optimizer], params: Any, **settings: Any
@@ -92,16 +81,11 @@ class ShardedZero(ShardedOptimizer):
         self._consolidated = self._full_state_dict(keep=self.process_group.rank() == to)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """What this rank has consolidated last, as ``optimizer_class`` has it over a whole model.
-
-        Raises:
-            RuntimeError: it has not.
-        """
+        """What this rank has consolidated last, as of a whole model; RuntimeError: it has not."""
         if not self._consolidated:
-            rank = self.process_group.rank()
             raise RuntimeError(
                 "Optimizer state has not been consolidated on this rank. Call "
-                f"consolidate_state_dict(to={rank}) on all ranks before."
+                f"consolidate_state_dict(to={self.process_group.rank()}) on all ranks before."
             )
         return self._consolidated
 

@@ -9,6 +9,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 import fastddp
 from fastddp.sharding.sharded_state import ShardedState
-from on_ranks import differences, on_ranks
+from on_ranks import differences, of_ranks, on_ranks
 from ranks import RankPool
 
 Made = tuple[nn.Module, Any]
@@ -41,12 +42,10 @@ class Net(nn.Module):
         return self.third(self.second(self.first(x).mean((2, 3))).tanh())
 
 
-def groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Biases are in a group of their own, so that parameters are in another order than in the model."""
-    parameters = dict(module.named_parameters())
-    biases = [parameter for name, parameter in parameters.items() if name.endswith("bias")]
-    weights = [parameter for name, parameter in parameters.items() if not name.endswith("bias")]
-    return [{"params": biases, "weight_decay": 0.0}, {"params": weights, "lr": 0.03}]
+def groups(module: nn.Module, of_others: dict[str, Any]) -> list[dict[str, Any]]:
+    """Others than matrices come first, so that parameters are in another order than in the model."""
+    others, matrices = ([one for one in module.parameters() if (one.ndim == 2) is way] for way in (False, True))
+    return [{"params": others, "weight_decay": 0.0, **of_others}, {"params": matrices, "lr": 0.03}]
 
 
 def made(
@@ -56,15 +55,16 @@ def made(
     dtype: torch.dtype = torch.float32,
     net: Callable[[], nn.Module] = Net,
     plain: bool = False,
+    of_others: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Made:
     """A new model and its optimizer, sharded unless it is to be ``plain``."""
     torch.manual_seed(seed)
     module = net().to(dtype)
     if plain:
-        return module, kind(groups(module), lr=0.01, **settings)
+        return module, kind(groups(module, {}), lr=0.01, **settings)
     model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0.016)
-    return model, fastddp.ShardedOptimizer(model, kind, groups(module), lr=0.01, **settings)
+    return model, fastddp.ShardedOptimizer(model, kind, groups(module, of_others or {}), lr=0.01, **settings)
 
 
 def train(of: Made, first: int, last: int) -> None:
@@ -109,63 +109,54 @@ def save(rank: int, folder: Path, how: dict[str, Any]) -> None:
         torch.save(values(model), folder / "expected")
 
 
-def load_model(model: nn.Module, folder: Path) -> None:
-    """From torch's file."""
-    getattr(model, "module", model).load_state_dict(torch.load(folder / "model"))
-
-
-def load_whole(rank: int, of: Made, folder: Path) -> None:
-    load_model(of[0], folder)
-    of[1].load_state_dict(torch.load(folder / "whole"))
-
-
-def load_part(rank: int, of: Made, folder: Path) -> None:
-    load_model(of[0], folder)
-    of[1].load_state_dict(torch.load(folder / f"part{rank}", weights_only=True))
-
-
-def load_dcp(rank: int, of: Made, folder: Path, **options: Any) -> None:
+def load_dcp(of: Made, folder: Path, **options: Any) -> None:
     found = states(of, **options)
     dcp.load(found, checkpoint_id=folder / "dcp")
     set_states(of, found, **options)
 
 
-def resume(rank: int, folder: Path, load: Callable[..., None], steps_before: int, how: dict[str, Any]) -> None:
+def load(rank: int, of: Made, folder: Path, way: str) -> None:
+    if way == "dcp":
+        return load_dcp(of, folder)
+    model, optimizer = of
+    getattr(model, "module", model).load_state_dict(torch.load(folder / "model"))
+    return optimizer.load_state_dict(torch.load(folder / (f"part{rank}" if way == "part" else "whole")))
+
+
+def resume(rank: int, folder: Path, way: str, steps_before: int, how: dict[str, Any]) -> None:
     """Load into another model, which has made some steps or none, and train on."""
     of = made(1, **how)
     train(of, 10, 10 + steps_before)
-    load(rank, of, folder)
+    load(rank, of, folder, way)
     train(of, 3, 6)
     differing = differences(torch.load(folder / "expected"), values(of[0]))
     assert differing == [], "\n".join(differing)
 
 
-SLOW = pytest.mark.tier("slow")
-WAYS = {"whole": load_whole, "part": load_part, "dcp": load_dcp}
+SOME = {"whole": (2,), "part": (4,), "dcp": (2,)}
+OF_ADAMW = {"optimizer_class": AdamW, "lr": 0.01}
+MUON = {"kind": Muon, "shard": "parameters", "of_others": OF_ADAMW}
+COPIES_ALONE = {"dtype": torch.bfloat16, "of_others": {"optimizer_class": partial(SGD, lr=0.01)}}
+
+
+def slow(*row: Any) -> Any:
+    return pytest.param(*row, marks=pytest.mark.tier("slow"))
 
 
 @pytest.mark.parametrize(
     ("how", "sizes", "plain"),
     [
         ({}, {"whole": (2,), "part": (4,), "dcp": (2, 1)}, True),
-        ({"dtype": torch.bfloat16}, {"whole": (2,), "part": (4,), "dcp": (2,)}, False),
-        pytest.param({}, {"whole": (4, 1), "dcp": (4,)}, False, marks=SLOW),
-        pytest.param({"kind": torch.optim.SGD}, {"whole": (2,), "part": (4,), "dcp": (2,)}, True, marks=SLOW),
-        pytest.param(
-            {"kind": torch.optim.SGD, "dtype": torch.bfloat16}, {"part": (4,), "dcp": (2,)}, False, marks=SLOW
-        ),
-        pytest.param(
-            {"kind": torch.optim.SGD, "momentum": 0.9}, {"whole": (2,), "part": (4,), "dcp": (2,)}, True, marks=SLOW
-        ),
-        pytest.param({"kind": torch.optim.Adagrad}, {"whole": (2,), "part": (4,), "dcp": (2,)}, True, marks=SLOW),
-        pytest.param({"parameter_wire": torch.bfloat16}, {"whole": (2,), "part": (4,), "dcp": (2,)}, False, marks=SLOW),
-        pytest.param(
-            {"kind": torch.optim.Adafactor, "shard": "parameters"},
-            {"whole": (2,), "part": (4,), "dcp": (2,)},
-            False,
-            marks=SLOW,
-        ),
-        pytest.param({"shard": "parameters"}, {"whole": (2, 1), "part": (4,), "dcp": (4, 2, 1)}, False, marks=SLOW),
+        (COPIES_ALONE, SOME, False),
+        (MUON, SOME, False),
+        slow({}, {"whole": (4, 1), "dcp": (4,)}, False),
+        slow({"shard": "parameters"}, {"whole": (1,), "dcp": (4, 1)}, False),
+        slow({"kind": SGD}, SOME, True),
+        slow({"kind": SGD, "dtype": torch.bfloat16}, {"part": (4,), "dcp": (2,)}, False),
+        slow({"kind": SGD, "momentum": 0.9}, SOME, True),
+        slow({"kind": torch.optim.Adagrad}, SOME, True),
+        slow({"parameter_wire": torch.bfloat16}, SOME, False),
+        slow({"kind": torch.optim.Adafactor, "shard": "parameters"}, SOME, False),
     ],
 )
 def test_training_goes_on_bit_for_bit(
@@ -175,21 +166,29 @@ def test_training_goes_on_bit_for_bit(
     for way, numbers in sizes.items():
         for size in numbers:
             for steps_before in (0, 1, 3):  # before the first forward, before the second one plans buckets, and later
-                ranks.run(resume, size, tmp_path, WAYS[way], steps_before, how)
+                ranks.run(resume, size, tmp_path, way, steps_before, how)
     if plain:
-        ranks.run(resume, 1, tmp_path, load_whole, 0, {**how, "plain": True})
-        ranks.run(resume, 1, tmp_path, load_dcp, 0, {**how, "plain": True})
+        for way in ("whole", "dcp"):
+            ranks.run(resume, 1, tmp_path, way, 0, {**how, "plain": True})
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "options", [{"full_state_dict": True}, {"cpu_offload": True}, {"flatten_optimizer_state_dict": True}], ids=str
+    ("options", "how"),
+    [
+        ({"full_state_dict": True}, {}),
+        ({"cpu_offload": True}, {}),
+        ({"flatten_optimizer_state_dict": True}, {}),
+        ({"flatten_optimizer_state_dict": True}, MUON),
+    ],
 )
-def test_options_of_torchs_state_dicts_work(rank: int, tmp_path: Path, options: dict[str, Any]) -> None:
-    of, other = made(0), made(1)
+def test_options_of_torchs_state_dicts_work(
+    rank: int, tmp_path: Path, options: dict[str, Any], how: dict[str, Any]
+) -> None:
+    of, other = made(0, **how), made(1, **how)
     train(of, 0, 3)
     dcp.save(states(of, **options), checkpoint_id=tmp_path / "dcp")
-    load_dcp(rank, other, tmp_path, **options)
+    load_dcp(other, tmp_path, **options)
     train(of, 3, 5)
     train(other, 3, 5)
     assert differences(values(of[0]), values(other[0])) == []
@@ -200,15 +199,8 @@ def test_torchs_full_state_dict_has_all(rank: int) -> None:
     of = made(0)
     train(of, 0, 3)
     by_name = states(of, full_state_dict=True)["optimizer"]["state"]
-    assert (
-        differences([*of[1].full_state_dict()["state"].values()], [by_name[name] for name in names_in_groups()]) == []
-    )
-
-
-def names_in_groups() -> list[str]:
-    """The parameters' names in the optimizer's order."""
-    names = [name for name, _ in Net().named_parameters()]
-    return sorted(names, key=lambda name: not name.endswith("bias"))
+    names = ["first.weight", "first.bias", "second.bias", "third.bias", "second.weight", "third.weight"]
+    assert differences([*of[1].full_state_dict()["state"].values()], [by_name[name] for name in names]) == []
 
 
 @pytest.mark.tier("slow")
@@ -219,18 +211,9 @@ def test_async_save_saves_the_state_of_the_moment(rank: int, tmp_path: Path) -> 
     saving = dcp.async_save(states(of), checkpoint_id=tmp_path / "dcp", process_group=dist.new_group())
     train(of, 3, 5)
     saving.result()
-    load_dcp(rank, other, tmp_path)
+    load_dcp(other, tmp_path)
     train(other, 3, 5)
     assert differences(values(of[0]), values(other[0])) == []
-
-
-@on_ranks(2)
-def test_looking_at_a_new_optimizer_changes_no_parameter(rank: int) -> None:
-    of = made(0)
-    before = values(of[0])
-    assert of[1].state_dict()["state"] == of[1].full_state_dict()["state"] == {}
-    assert states(of)["optimizer"]["state"].keys() == before.keys()
-    assert differences(before, values(of[0])) == []
 
 
 class Halves(Optimizer):
@@ -250,7 +233,10 @@ class Halves(Optimizer):
 def test_state_to_load_into_is_made_without_a_step(rank: int) -> None:
     of = made(0, kind=Halves)
     before = values(of[0])
-    assert states(of)["optimizer"]["state"]["first.weight"].keys() <= {"seen"}
+    assert of[1].state_dict()["state"] == of[1].full_state_dict()["state"] == {}
+    found = states(of)["optimizer"]["state"]
+    assert found.keys() == before.keys()
+    assert found["first.weight"].keys() <= {"seen"}
     assert differences(before, values(of[0])) == []
     assert all(parameter.grad is None for parameter in of[0].parameters())
 
@@ -311,9 +297,7 @@ def without_a_moment(of: Made) -> dict[str, Any]:
 
 
 def of_another_rank(of: Made) -> dict[str, Any]:
-    parts: list[Any] = [None, None]
-    dist.all_gather_object(parts, of[1].state_dict())
-    return parts[1 - dist.get_rank()]
+    return of_ranks(of[1].state_dict())[1 - dist.get_rank()]
 
 
 @on_ranks(2)
@@ -321,7 +305,7 @@ def of_another_rank(of: Made) -> dict[str, Any]:
     ("unfit", "said"),
     [
         (of_another_model, r"of parameter third.* has shape .*40.*41.*same model.*FD043"),
-        (without_a_parameter, r"groups of \[3, 2\] parameters, and the optimizer has \[3, 3\].*FD043"),
+        (without_a_parameter, r"groups of \[4, 1\] parameters, and the optimizer has \[4, 2\].*FD043"),
         (without_a_moment, r"of parameter second.weight has no exp_avg_sq.*FD043"),
         (of_another_rank, r"lacks elements \d+ to \d+ of parameter .*full_state_dict\(\).*FD043"),
     ],
@@ -348,20 +332,10 @@ def test_a_part_is_not_taken_for_the_whole(rank: int) -> None:
         train(plain, 1, 2)
 
 
-class Scale(nn.Module):
-    """On 2 ranks the second one has one number of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1025))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean() * self.weight
-
-
 @on_ranks(2)
 def test_a_part_may_be_one_number(rank: int) -> None:
-    of, plain = made(0, net=Scale), made(0, net=Scale, plain=True)
+    """The second rank's, of 1,025."""
+    of, plain = (made(0, net=lambda: nn.Linear(5, 205, bias=False), plain=plain) for plain in (False, True))
     train(of, 0, 2)
     train(plain, 0, 2)
     theirs, ours = plain[1].state_dict()["state"][0], of[1].full_state_dict()["state"][0]
@@ -394,20 +368,17 @@ def test_copies_in_fp32_are_parameters_where_the_state_has_none(rank: int) -> No
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("steps", [1, 3])  # buckets are planned at the second forward
-def test_copies_in_fp32_follow_parameters_that_were_loaded(rank: int, steps: int) -> None:
+@pytest.mark.parametrize("saves_part", [False, True])
+def test_saved_copies_in_fp32_follow_parameters_that_were_written(rank: int, saves_part: bool) -> None:
     of = made(0, dtype=torch.bfloat16)
-    train(of, 0, steps)
-    before = as_mains(of)
+    train(of, 0, 3)
     with torch.no_grad():
         of[0].module.second.bias.add_(1.0)  # type: ignore[union-attr, operator]
-    of[0](torch.ones(1, 3, 5, 5, dtype=torch.bfloat16))
-    changed = [at for at, (a, b) in enumerate(zip(before, as_mains(of), strict=True)) if not a.equal(b)]
-    assert len(changed) == 1
-    part = of[1].state_dict()["state"][changed[0]].get("fastddp.main")
-    assert part is None or part.part.equal(as_mains(of)[changed[0]][part.begin : part.end])
-    assert mains(of)[changed[0]].equal(as_mains(of)[changed[0]])
-    assert not any(main.equal(as_mains(of)[at]) for at, main in enumerate(mains(of)) if at != changed[0])
+    if saves_part:
+        part = of[1].state_dict()["state"][2].get("fastddp.main")
+        assert part is None or part.part.equal(as_mains(of)[2][part.begin : part.end])
+    follow = [main.equal(parameter) for main, parameter in zip(mains(of), as_mains(of), strict=True)]
+    assert follow == [False, False, True, False, False, False]
 
 
 # ------------------------------------------------------------------------------------------------------- rectangles

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import fastddp
 from fastddp import comm_hooks
-from on_ranks import of_ranks, on_ranks
+from on_ranks import Wrap, of_ranks, on_ranks, same_under_both
 from parts import Parts
 
 SIZES = (3000, 7, 2500)
@@ -40,7 +41,8 @@ class Training:
         if hook is not None:
             self.model.register_comm_hook(None, hook)
         settings = {"lr": 0.5, **settings}
-        self.optimizer: torch.optim.Optimizer = (
+        self.is_sharded = sharded
+        self.optimizer: Any = (
             fastddp.ShardedOptimizer(self.model, kind, **settings)
             if sharded
             else kind(self.model.parameters(), **settings)
@@ -58,16 +60,19 @@ class Training:
 
     def clip(self, max_norm: float) -> Tensor:
         """Gradients as they are now."""
-        if isinstance(self.optimizer, fastddp.ShardedOptimizer):
+        if self.is_sharded:
             return fastddp.clip_grad_norm_(self.model, max_norm)
         return clip_grad_norm_(self.model.parameters(), max_norm)
 
     def own_gradients(self) -> list[Tensor]:
         """This rank's part."""
-        return self.optimizer.parts.gradients()  # type: ignore[attr-defined,no-any-return]
+        return self.optimizer.parts.gradients()  # type: ignore[no-any-return]
 
     def parameters(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+EITHER = partial(Training, sharded=False), partial(Training, sharded=True)
 
 
 class Chosen(nn.Module):
@@ -95,22 +100,15 @@ def assert_the_same_on_all_ranks(training: Training) -> None:
 
 USES: dict[str, Callable[[nn.Parameter, list[nn.Parameter]], object]] = {
     "clip_grad_norm_": lambda one, all_: clip_grad_norm_(all_, 1.0),
-    "clip_grad_norm_, one by one": lambda one, all_: clip_grad_norm_(all_, 1.0, foreach=False),
     "clip_grad_value_": lambda one, all_: clip_grad_value_(all_, 1.0),
     "get_total_norm": lambda one, all_: get_total_norm([p.grad for p in all_ if p.grad is not None]),
     "a product": lambda one, all_: 2 * one.grad,  # type: ignore[operator]
-    "a product in place": lambda one, all_: one.grad.mul_(2),  # type: ignore[union-attr]
     "an argument by name": lambda one, all_: torch.add(one, other=one.grad),  # type: ignore[arg-type]
     "a copy of values": lambda one, all_: one.data.copy_(one.grad),  # type: ignore[arg-type]
-    "an element": lambda one, all_: one.grad[0],  # type: ignore[index]
-    "a number": lambda one, all_: one.grad.sum().item(),  # type: ignore[union-attr]
-    "a list": lambda one, all_: one.grad.tolist(),  # type: ignore[union-attr]
     "data": lambda one, all_: one.grad.data,  # type: ignore[union-attr]
-    "clone": lambda one, all_: one.grad.clone(),  # type: ignore[union-attr]
     "deepcopy": lambda one, all_: copy.deepcopy(one.grad),
     "save": lambda one, all_: torch.save(one.grad, io.BytesIO()),
     "SGD": lambda one, all_: torch.optim.SGD(all_, lr=1.0).step(),
-    "SGD, one by one": lambda one, all_: torch.optim.SGD(all_, lr=1.0, foreach=False).step(),
     "SGD, fused": lambda one, all_: torch.optim.SGD(all_, lr=1.0, fused=True).step(),
     "AdamW, foreach": lambda one, all_: torch.optim.AdamW(all_, lr=1.0, weight_decay=0.0, foreach=True).step(),
 }
@@ -163,13 +161,6 @@ def test_a_module_may_be_moved_with_its_gradients(rank: int) -> None:
         gradient.data = torch.zeros(3000)
 
 
-@on_ranks(2)
-def test_gradients_that_are_whole_in_memory_of_their_own_are_refused(rank: int) -> None:
-    model = fastddp.DistributedDataParallel(Parts("a", torch.bfloat16), main_grads="main_grad")
-    with pytest.raises(ValueError, match=r'does not go with main_grads="main_grad"(.|\n)*FD042'):
-        fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
-
-
 # --------------------------------------------------------------------------------------------------------- zero_grad
 
 ZEROING: dict[str, Callable[[Training, bool], None]] = {
@@ -182,75 +173,57 @@ ZEROING: dict[str, Callable[[Training, bool], None]] = {
 
 @pytest.mark.parametrize("of", ZEROING)
 @pytest.mark.parametrize("set_to_none", [True, False])
-@on_ranks(2)
-def test_after_zero_grad_a_window_adds_to_nothing(rank: int, of: str, set_to_none: bool) -> None:
-    found = []
-    for sharded in (False, True):
-        training = Training(rank, sharded, momentum=0.5)
-        for _ in range(4):
-            training.backward()
-            training.optimizer.step()
-            training.backward()  # into the rest of the last one
-            ZEROING[of](training, set_to_none)
-            training.backward()
-            training.optimizer.step()
-            ZEROING[of](training, set_to_none)
-            assert all((parameter.grad is None) == set_to_none for parameter in training.model.parameters())
-            assert not sharded or (training.own_gradients() == []) == set_to_none
-            training.optimizer.step()  # with zeros momentum goes on, without gradients nothing does
-        found.append(training.parameters())
-    assert_same(found[1], found[0])
+@same_under_both(both=EITHER)
+def test_after_zero_grad_a_window_adds_to_nothing(wrap: Wrap, rank: int, of: str, set_to_none: bool) -> Any:
+    training = wrap(rank, momentum=0.5)
+    for _ in range(4):
+        training.backward()
+        training.optimizer.step()
+        training.backward()  # into the rest of the last one
+        ZEROING[of](training, set_to_none)
+        training.backward()
+        training.optimizer.step()
+        ZEROING[of](training, set_to_none)
+        assert all((parameter.grad is None) == set_to_none for parameter in training.model.parameters())
+        assert not training.is_sharded or (training.own_gradients() == []) == set_to_none
+        training.optimizer.step()  # with zeros momentum goes on, without gradients nothing does
+    return training.parameters()
 
 
-def each_in_place(training: Training, to_none: bool) -> None:
-    for parameter in training.model.parameters():
-        parameter.grad.zero_()
+def each(change: Callable[[Any], object]) -> Callable[[Training, bool], None]:
+    def change_all(training: Training, to_none: bool) -> None:
+        for parameter in training.model.parameters():
+            change(parameter)
+
+    return change_all
 
 
-def other_zeros(training: Training, to_none: bool) -> None:
-    for parameter in training.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-
-
-BEHIND_OUR_BACK = {"each in place": each_in_place, "other zeros": other_zeros}
+BEHIND_OUR_BACK = {
+    "each in place": each(lambda one: one.grad.zero_()),
+    "other zeros": each(lambda one: setattr(one, "grad", torch.zeros_like(one))),
+    "written to, but not zeroed": each(lambda one: one.grad.mul_(1.0)),
+}
 
 
 @pytest.mark.parametrize("of", [*ZEROING, *BEHIND_OUR_BACK])
 @pytest.mark.parametrize("again", [False, True], ids=["", "another local backward"])
-@on_ranks(2)
-def test_averages_are_zeroed_with_the_local_gradient_that_was_added_to_them(rank: int, of: str, again: bool) -> None:
+@same_under_both(both=EITHER)
+def test_averages_are_zeroed_with_the_local_gradient_that_was_added_to_them(
+    wrap: Wrap, rank: int, of: str, again: bool
+) -> Any:
     zero = (ZEROING | BEHIND_OUR_BACK)[of]
-    found = []
-    for sharded in (False, True):
-        training = Training(rank, sharded)
-        for _ in range(3):
-            training.backward()
-            with training.model.no_sync():
-                training.backward()
-                zero(training, False)
-                if again:
-                    training.backward()
-            training.backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-        found.append(training.parameters())
-    assert_same(found[1], found[0])
-
-
-@on_ranks(2)
-def test_averages_stay_where_the_local_gradient_that_was_added_to_them_is_written_to_but_not_zeroed(rank: int) -> None:
-    found = []
-    for sharded in (False, True):
-        training = Training(rank, sharded)
+    training = wrap(rank)
+    for _ in range(3):
         training.backward()
         with training.model.no_sync():
             training.backward()
-        for parameter in training.model.parameters():
-            parameter.grad.mul_(1.0)
+            zero(training, False)
+            if again:
+                training.backward()
         training.backward()
         training.optimizer.step()
-        found.append(training.parameters())
-    assert_same(found[1], found[0])
+        training.optimizer.zero_grad()
+    return training.parameters()
 
 
 # -------------------------------------------------------------------------------------------------------- the norm
@@ -284,18 +257,6 @@ def test_clipping_and_the_norm_are_those_of_whole_gradients(rank: int, hook: Any
         torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
     else:
         assert_same(found[1], found[0])
-
-
-@on_ranks(2)
-def test_a_clipped_gradient_has_the_norm_that_was_asked_for(rank: int) -> None:
-    """A step of plain SGD shows it."""
-    training = Training(rank, sharded=True, lr=1.0)
-    before = training.parameters()
-    training.backward()
-    fastddp.clip_grad_norm_(training.model, 2.0)
-    training.optimizer.step()
-    steps = [now - then for now, then in zip(training.parameters(), before, strict=True)]
-    torch.testing.assert_close(get_total_norm(steps), torch.tensor(2.0), rtol=1e-4, atol=0)
 
 
 @on_ranks(2)

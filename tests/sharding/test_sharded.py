@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -66,11 +65,12 @@ class Training:
         x = torch.randn(4, 20, generator=self._generator)
         self.model(x if isinstance(self.model.module, Tied) else x.to(self._dtype)).float().square().mean().backward()
 
-    def train(self, optimizer: torch.optim.Optimizer, steps: int = 4, windows: int = 1, local: int = 0) -> None:
+    def train(self, optimizer: torch.optim.Optimizer, steps: int = 4, local: int = 0) -> None:
         for _ in range(steps):
-            for number in range(windows * (local + 1)):
-                with self.model.no_sync() if number % (local + 1) < local else nullcontext():
+            with self.model.no_sync():
+                for _ in range(local):
                     self.backward()
+            self.backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -85,7 +85,7 @@ def equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 def both(rank: int, module: type[nn.Module], optimizer: Optimizer, how: dict[str, Any], **options: Any) -> Any:
     """Parameters after some steps: of a replicated optimizer, and of a sharded one."""
-    train = {name: options.pop(name) for name in ("steps", "windows", "local") if name in options}
+    train = {name: options.pop(name) for name in ("steps", "local") if name in options}
     found = []
     for sharded in (False, True):
         training = Training(rank, module(), **options)
@@ -136,57 +136,14 @@ def test_tied_and_frozen_parameters_and_those_that_other_modules_read(rank: int,
     assert equal(replicated, sharded)
 
 
-@pytest.mark.parametrize("how", SHARDED)
 @on_ranks(2)
-def test_windows_without_zero_grad_add_up(rank: int, how: str) -> None:
-    """To rounding: a replicated sum is averaged again, a sharded one is not."""
-    replicated, sharded = both(rank, Layers, partial(torch.optim.SGD, lr=0.1), SHARDED[how], windows=3)
-    torch.testing.assert_close(sharded, replicated, rtol=1e-5, atol=1e-6)
-
-
-class Matrices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((20, 70), (70, 33), (33, 5))))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-@pytest.mark.parametrize("optimizer", [partial(torch.optim.Muon, lr=0.1), partial(torch.optim.Adafactor, lr=0.1)])
-@on_ranks(2)
-def test_optimizers_of_whole_parameters(rank: int, optimizer: Optimizer) -> None:
-    replicated, sharded = both(rank, Matrices, optimizer, {"shard": "parameters"})
-    assert equal(replicated, sharded)
-
-
-@on_ranks(2)
-def test_groups_have_settings_of_their_own_which_a_scheduler_changes(rank: int) -> None:
-    found, rates = [], []
-    for sharded in (False, True):
-        training = Training(rank, Layers())
-        decayed = [parameter for parameter in training.model.parameters() if parameter.ndim > 1]
-        others = [parameter for parameter in training.model.parameters() if parameter.ndim == 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.03}]
-        optimizer = of(training.model, MOMENTUM, groups) if sharded else MOMENTUM(groups)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for _ in range(4):
-            training.train(optimizer, steps=1)
-            scheduler.step()
-        found.append(training.parameters())
-        rates.append([group["lr"] for group in optimizer.param_groups])
-    assert rates[0] == rates[1] == [0.1 / 16, 0.03 / 16]
-    assert equal(*found)
-
-
-@on_ranks(2)
-def test_a_rate_that_is_a_tensor_may_be_changed_in_place(rank: int) -> None:
+def test_parameters_may_have_names_and_a_rate_that_is_a_tensor_may_be_changed_in_place(rank: int) -> None:
     found = []
     for sharded in (False, True):
         training, rate = Training(rank, Layers()), torch.tensor(0.01)
         adamw = partial(torch.optim.AdamW, lr=rate, foreach=False)
-        optimizer = of(training.model, adamw) if sharded else adamw(training.model.parameters())
+        named = training.model.named_parameters()
+        optimizer = of(training.model, adamw, named) if sharded else adamw(named)
         for _ in range(3):
             training.train(optimizer, steps=1)
             rate.mul_(0.5)
@@ -205,18 +162,6 @@ def test_a_closure_computes_the_loss_that_step_returns(rank: int) -> None:
 
     assert optimizer.step(closure) == "the loss"
     assert not equal(training.parameters(), before)
-
-
-@on_ranks(2)
-def test_two_models_have_an_optimizer_each(rank: int) -> None:
-    alone = Training(rank, Layers())
-    alone.train(of(alone.model, MOMENTUM))
-    first, second = Training(rank, Layers()), Training(rank, Tied())
-    optimizers = of(first.model, MOMENTUM), of(second.model, ADAMW, gather="forward")
-    for _ in range(4):
-        second.train(optimizers[1], steps=1)
-        first.train(optimizers[0], steps=1)
-    assert equal(first.parameters(), alone.parameters())
 
 
 # ----------------------------------------------------------------------------------------------------- where state is

@@ -84,14 +84,6 @@ class Shampoo(Small):
         return torch.linalg.solve(factors[0], matrix).reshape(gradient.shape)
 
 
-class Muon(Small):
-    """For matrices."""
-
-    def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
-        u, _, v = torch.linalg.svd(mean(state, "m", gradient), full_matrices=False)
-        return u @ v
-
-
 class Prodigy(Small):
     """D-Adaptation too: the distance, one number over all parameters, grows in the group."""
 
@@ -110,18 +102,6 @@ class Prodigy(Small):
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
         return group["d"] * gradient.sign()
-
-
-class ClipsAll(Small):
-    """By the norm of all gradients."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self.norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        super().step()
-
-    def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
-        return gradient / self.norm.clamp(min=1)
 
 
 class AdamWClipped(torch.optim.AdamW):
@@ -186,16 +166,6 @@ class Half(Small):
         return gradient / (torch.norm(gradient) + 1)
 
 
-class NeedsClosure(Small):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is not None, "a closure, please"
-        closure()
-        super().step()
-
-    def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
-        return gradient
-
-
 class Counts:
     def __init__(self) -> None:
         self.count = 0
@@ -230,14 +200,11 @@ class KeepsElsewhere(Small):
 
 
 class ByGroup(Small):
-    """What a group asks for: orthogonal steps, or plain ones."""
+    """What a group asks for: steps of length 1, or plain ones."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
         assert all(isinstance(group["matrices"], bool) for group in self.param_groups)
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
-        if not group["matrices"]:
-            return mean(state, "m", gradient)
-        u, _, v = torch.linalg.svd(gradient, full_matrices=False)
-        return u @ v
+        return gradient / gradient.norm() if group["matrices"] else gradient

@@ -29,8 +29,11 @@ from programs import EIGHT_BITS, Backward, Change, Load, Op, Program, Save, Step
 MOMENTUM = 0.5
 
 
-class WithMomentum(Execution):
-    """Of a model, in which a step is one of dense parameters with momentum, and one of sparse ones without."""
+class Replicated(Execution):
+    """A step is one of dense parameters with momentum, by hand where others than parameters are stepped.
+
+    Sparse ones have an optimizer of their own, without momentum.
+    """
 
     averaged = False
     saved: io.BytesIO | None = None
@@ -41,9 +44,6 @@ class WithMomentum(Execution):
         sparse = [self.parameter(index) for index, spec in numbers.items() if spec.sparse]
         self._of_sparse = torch.optim.SGD(sparse, lr=LEARNING_RATE) if sparse else None
         self._make_optimizer_of_dense()
-
-    def _make_optimizer_of_dense(self) -> None:
-        raise NotImplementedError
 
     def zero_gradients(self, set_to_none: bool = True) -> None:
         self.model.zero_grad(set_to_none)
@@ -77,9 +77,6 @@ class WithMomentum(Execution):
         if self._of_sparse is not None:
             self._of_sparse.step()
 
-    def _step_dense(self) -> None:
-        raise NotImplementedError
-
     def _save(self, whole: bool) -> None:
         self.saved = io.BytesIO()
         torch.save(([*self.module.parameters()], self._state_dict(whole)), self.saved)
@@ -99,16 +96,6 @@ class WithMomentum(Execution):
             for parameter, values in zip(self.module.parameters(), parameters, strict=True):
                 parameter.copy_(values)
         self._load_state_dict(state)
-
-    def _state_dict(self, whole: bool) -> Any:
-        raise NotImplementedError
-
-    def _load_state_dict(self, state: Any) -> None:
-        raise NotImplementedError
-
-
-class Replicated(WithMomentum):
-    """Steps by hand with what an optimizer of the whole model would step with."""
 
     def _make_optimizer_of_dense(self) -> None:
         self._main = {
@@ -148,7 +135,7 @@ class Replicated(WithMomentum):
             self._main[index].copy_(main)
 
 
-class Sharded(WithMomentum):
+class Sharded(Replicated):
     """Has a ``fastddp.ShardedOptimizer``."""
 
     def _make_optimizer_of_dense(self) -> None:
@@ -182,14 +169,12 @@ class Sharded(WithMomentum):
 
     def _change_gradients(self, how: str) -> None:
         if how == "half":
-            for gradient in [*self.optimizer.parts.gradients(), *self._of_tables()]:  # type: ignore[attr-defined]
-                gradient.mul_(0.5)
+            tables = [self.parameter(index).grad for index in self.trainable if self.program.parameters[index].sparse]
+            for gradient in [*self.optimizer.parts.gradients(), *tables]:  # type: ignore[attr-defined]
+                if gradient is not None:
+                    gradient.mul_(0.5)
         elif how != "copies":
             super()._change_gradients(how)
-
-    def _of_tables(self) -> list[Tensor]:
-        tables = [self.parameter(index).grad for index in self.trainable if self.program.parameters[index].sparse]
-        return [gradient for gradient in tables if gradient is not None]
 
     def whole_gradients(self) -> dict[int, Tensor]:
         """By the number of the parameter. A collective."""
@@ -208,12 +193,10 @@ class Sharded(WithMomentum):
 
 
 @new_memory_is_nan()
-def differences(rank: int, program: Program, sharded: type[Sharded] = Sharded) -> list[str]:
+def differences(rank: int, program: Program) -> list[str]:
     """Where a sharded optimizer was not as a replicated one, after each op; empty if all is well."""
-    hook = program.options.hook
-    is_compressed = hook in EIGHT_BITS
-    of_reference: Wrap = wrap_in_fastddp if is_compressed else wrap_in_reference
-    candidate = sharded(program, rank, wrap_in_fastddp)
+    of_reference: Wrap = wrap_in_fastddp if program.options.hook in EIGHT_BITS else wrap_in_reference
+    candidate = Sharded(program, rank, wrap_in_fastddp)
     reference = Replicated(program, rank, of_reference)
     found: list[str] = []
     for number, op in enumerate(program.ops):
@@ -243,7 +226,7 @@ def compare_momentum(candidate: Sharded, reference: Replicated, when: str) -> li
 def compare(candidate: Sharded, reference: Replicated, when: str) -> list[str]:
     found = []
     gradients = {} if candidate.begun else candidate.whole_gradients()
-    for index in range(len(candidate.program.parameters)):
+    for index, spec in enumerate(candidate.program.parameters):
         error = rounding(candidate, index)
         # What had gaps has none in flat memory.
         ours, theirs = (
@@ -251,20 +234,17 @@ def compare(candidate: Sharded, reference: Replicated, when: str) -> list[str]:
         )
         found.append(difference(f"parameter {index}", ours, theirs, error))
         gradient, expected = candidate.gradient(index), reference.gradient(index)
-        if candidate.program.parameters[index].sparse:
-            found.append(difference(f"gradient {index}", gradient, expected, error))
+        name = f"gradient {index}"
+        if spec.sparse:
+            found.append(difference(name, gradient, expected, error))
         elif (
-            gradient is None or expected is None or (gradient.dtype, gradient.shape) != (expected.dtype, expected.shape)
+            gradient is None or expected is None or gradient.dtype != expected.dtype or gradient.shape != expected.shape
         ):
-            found.append("" if gradient is expected else f"gradient {index} is {gradient!r}, expected {expected}")
-        elif index in gradients:
-            found.append(
-                difference(
-                    f"gradient {index}", gradients[index], torch.empty_like(gradients[index]).copy_(expected), error
-                )
-            )
+            found.append("" if gradient is expected else f"{name} is {gradient!r}, expected {expected}")
+        elif (whole := gradients.get(index)) is not None:
+            found.append(difference(name, whole, torch.empty_like(whole).copy_(expected), error))
         elif not candidate.begun and expected.numel():
-            found.append(f"gradient {index} is nowhere, expected {expected}")
+            found.append(f"{name} is nowhere, expected {expected}")
     for name, buffer in candidate.module.named_buffers():
         found.append(difference(f"buffer {name}", buffer, reference.module.get_buffer(name), 0))
     return [f"after {when}: {text}" for text in found if text]

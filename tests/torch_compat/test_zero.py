@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
-from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint import state_dict as states_of
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils import clip_grad_norm_
@@ -75,8 +74,6 @@ def trained(rank: int, options: dict[str, Any], zero_options: dict[str, Any], ma
     ("options", "zero_options", "tensors"),
     [
         (SEVERAL_BUCKETS, {}, 6),
-        (SEVERAL_BUCKETS, {"optimizer_class": torch.optim.SGD}, 0),
-        (SEVERAL_BUCKETS, {"parameters_as_bucket_view": True}, 6),
         ({"gradient_as_bucket_view": True}, {"parameters_as_bucket_view": True}, 6),
         (SEVERAL_BUCKETS, {"optimizer_class": torch.optim.Adafactor}, 0),  # takes whole parameters
     ],
@@ -103,29 +100,6 @@ def test_a_patch_leaves_the_import_of_torchs_optimizers_to_those_who_need_it() -
         "assert type(ZeroRedundancyOptimizer).__name__ == 'ShardsWherePossible'",
     ]
     subprocess.run([sys.executable, "-P", "-c", "\n".join(lines)], check=True, timeout=200)
-
-
-def uneven(rank: int, is_sharded: bool) -> Trained:
-    """Rank 0 has three inputs, rank 1 five."""
-    if is_sharded:
-        model, optimizer = wrapped(SEVERAL_BUCKETS)
-    else:
-        model = nn.parallel.DistributedDataParallel(without_buffers(), **SEVERAL_BUCKETS)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    joined: list[Any] = [model, optimizer] if is_sharded else [model]
-    with Join(joined):
-        for number in range(3 + 2 * rank):
-            step(rank, model, number)
-            optimizer.step()
-    return Trained.of(model)
-
-
-def uneven_and_replicated(rank: int) -> list[str]:
-    return differences(under("torch", rank, uneven, False).parameters, under("fastddp", rank, uneven, True).parameters)
-
-
-def test_a_rank_without_inputs_steps_with_averages_where_torchs_steps_with_its_last_gradients(ranks: RankPool) -> None:
-    assert ranks.run(uneven_and_replicated, 2) == [[], []]
 
 
 def halves_of_zero(rank: int, folder: Path, which: tuple[int, ...]) -> Trained:
