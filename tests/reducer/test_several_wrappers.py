@@ -244,10 +244,9 @@ def test_a_hook_may_collect_buckets_until_the_last_one(rank: int) -> None:
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         waiting.append((future, bucket.buffer()))
-        if bucket.is_last():
-            for done, buffer in waiting:
-                done.set_result(buffer)
-            waiting.clear()
+        while bucket.is_last() and waiting:
+            done, buffer = waiting.pop(0)
+            done.set_result(buffer)
         return future
 
     model = Wrapper(Pair(), bucket_cap_mb=1e-6)
@@ -299,23 +298,23 @@ def test_on_a_device_each_rank_says_which_model_it_was_in(rank: int) -> None:
         models[rank](x)
 
 
-class InOrder(nn.Module):
-    """Layers of one size, and the order in which they run; so their gradients come in different orders."""
+def in_order(order: list[int]) -> nn.Module:
+    """Layers of one size that run in this order; so their gradients come in different orders."""
+    layers: Any = nn.ModuleList(Ones() for _ in order)
 
-    def __init__(self, order: list[int]) -> None:
-        super().__init__()
-        self.layers, self.order = nn.ModuleList(Ones() for _ in order), order
+    def forward(x: Tensor) -> Tensor:
+        for layer in order:
+            x = layers[layer](x) * (layer + 1)
+        return x.sum() * layers[0].weight[0, 0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.order:
-            x = self.layers[layer](x) * (layer + 1)
-        return x.sum() * self.layers[0].weight[0, 0]
+    layers.forward = forward
+    return layers
 
 
 @on_ranks(2)
 def test_models_in_another_order_take_no_plan_from_each_other(rank: int) -> None:
     """Rank 1 runs them in another order in the second step, when buckets are rebuilt."""
-    models = [Wrapper(InOrder(order), bucket_cap_mb=1e-5) for order in ([0, 1], [1, 0])]
+    models = [Wrapper(in_order(order), bucket_cap_mb=1e-5) for order in ([0, 1], [1, 0])]
     for step in range(3):
         for place, model in enumerate(reversed(models) if (step, rank) == (1, 1) else models):
             model.zero_grad()
