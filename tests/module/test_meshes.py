@@ -146,20 +146,16 @@ def test_a_module_that_is_refused_keeps_its_parameters(rank: int, how: str) -> N
     mesh = two_by_two()
     module = spread(Mlp(), mesh)
     module.tied = module.up
-    options: dict[str, Any] = {"device_mesh": mesh["dp"]}
-    if how == "by its options":
-        options["bucket_cap_mb"] = -1
-    elif how == "by another rank":
+    options: dict[str, Any] = {"by its options": {"bucket_cap_mb": -1}, "by its last step": {"mixed_precision": "fp16"}}
+    if how == "by another rank":
         module.scale = nn.Parameter(torch.ones(4 + rank // 2))  # the model differs between replicas
-    elif how == "by its last step":
-        options["mixed_precision"] = "float16"
     elif how == "by a part":
         module.late = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["dp"], [Shard(0)]))
-    else:
+    elif how == "by TorchScript":
         module.compiled = torch.jit.script(nn.Linear(2, 2))
     before = {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
     with pytest.raises((ValueError, TypeError, RuntimeError)):
-        fastddp.DistributedDataParallel(module, **options)
+        fastddp.DistributedDataParallel(module, device_mesh=mesh["dp"], **options.get(how, {}))
     after = {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
     assert after == before
     assert isinstance(module.up.weight, DTensor)

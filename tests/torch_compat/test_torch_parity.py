@@ -19,14 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from models import MODELS, inputs
 from nodes import by_reads
 from on_ranks import BOTH, Wrap, differences, on_ranks
-from releases import torch_takes
-
-
-def keep_local(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """No collective at all."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
+from releases import FORWARD_SYNC_BUFFERS
 
 
 def largest_over_ranks(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -44,13 +37,12 @@ HOOKS: dict[str, Callable[[object, dist.GradBucket], torch.futures.Future[Tensor
     "no hook": None,
     "allreduce_hook": default_hooks.allreduce_hook,
     "fp16 in Python": fp16_in_python,
-    "keep_local": keep_local,
     "largest_over_ranks": largest_over_ranks,
 }
 
 VIEWS = [{"gradient_as_bucket_view": view} for view in (False, True)]
 BUCKETS: list[dict[str, Any]] = [{}, {"bucket_cap_mb": 1e-4}, {"bucket_cap_mb_list": [1e-4, 4e-4]}]
-BUFFERS = [o for o in ({}, {"broadcast_buffers": False}, {"forward_sync_buffers": False}) if torch_takes(o)]
+BUFFERS = [{}, {FORWARD_SYNC_BUFFERS: False}]
 INIT_SYNC = [{"init_sync": True}, {"init_sync": False}]
 ZERO_GRAD = ["to none", "to zero", "never"]
 SYNCS = [(True, True, True, True), (False, True, False, True), (True, False, False, True)]  # by backward
