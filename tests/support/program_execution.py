@@ -259,8 +259,10 @@ class Execution:
                     oracle.begin_batch(ranks, op.divide_by_initial_world_size)
                 if self.rank in ranks:
                     self._train(backward)
-                elif oracle:
-                    self._take_part(backward, oracle)
+                elif oracle:  # what it does in place of that
+                    oracle.take_part(backward.sync)
+                    if backward.evaluate:
+                        oracle.take_part(synchronises=False)
         if oracle:
             oracle.end_batches([rank for rank, batches in enumerate(op.batches) if batches == max(op.batches)])
         self.forwards = before + 2 * len(op.backwards)
@@ -273,12 +275,6 @@ class Execution:
             self.run(Change("none"))
         if op.evaluate:
             self._evaluate()
-
-    def _take_part(self, op: Backward, oracle: Oracle) -> None:
-        """What the reference does in ``_train`` on a rank without inputs."""
-        oracle.take_part(op.sync)
-        if op.evaluate:
-            oracle.take_part(synchronises=False)
 
     def _raise(self, op: Raise) -> None:
         is_reference = isinstance(self.model, Oracle)
@@ -325,7 +321,8 @@ class Execution:
 
     def _legal(self, op: Backward) -> set[int]:
         if self.program.options.usage_is_fixed:
-            return self._always_unused(self.rank) if op.sync else self._skipped(op) | self._unused_by_all()
+            of_all = self._always_unused(self.rank)
+            return of_all if op.sync else self._skipped(op) | (of_all if self.program.unused_by is None else set())
         if self.program.options.usage == "find_unused_parameters" and op.sync:
             return self._skipped(op) - self._needed
         if not op.sync:
@@ -338,9 +335,6 @@ class Execution:
     def _always_unused(self, rank: int) -> set[int]:
         is_one_of_them = self.program.unused_by in (None, rank) and self.program.options.usage_is_fixed
         return set(self.program.unused & self.trainable) - self._needed if is_one_of_them else set()
-
-    def _unused_by_all(self) -> set[int]:
-        return self._always_unused(self.rank) if self.program.unused_by is None else set()
 
     @property
     def _needed(self) -> set[int]:
@@ -432,11 +426,8 @@ def form(tensor: Tensor) -> tuple[object, ...]:
     in several ways."""
     if tensor.is_sparse:
         return tensor.dtype, tensor.shape, tensor.layout
-    strides = [
-        stride if size > 1 and tensor.numel() else None
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ]
-    return tensor.dtype, tensor.shape, strides
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.dtype, tensor.shape, [stride for size, stride in strides if size > 1 and tensor.numel()]
 
 
 def difference(name: str, ours: Tensor | None, theirs: Tensor | None, tolerance: float) -> str:
