@@ -107,9 +107,8 @@ def test_without_a_backward_the_next_forward_and_a_copy_wait_for_a_hooks_futures
         return futures[-1]
 
     model._register_buffer_comm_hook(None, hook)
-    done: list[bool] = []
     model(local_input(rank))
-    done.append(futures[0].done())
+    done = [futures[0].done()]
     model.module.register_forward_pre_hook(lambda *_: done.append(futures[0].done()))
     model(local_input(rank))
     done.append(futures[1].done())

@@ -144,11 +144,10 @@ def test_torchs_enum_of_hooks_stands_for_native_power_sgd(rank: int, batched: bo
         wrapped = model()
         hook = DDPCommHookType["BATCHED_" * batched + "POWER_SGD" + "_RANK2" * (number == 2)]
         hook.value(model=wrapped, state=None, start_powerSGD_iter=2)
-        first, second = of_ranks(train(wrapped))
+        train(wrapped)
     exchange = wrapped.engine.now.exchange
     assert isinstance(exchange, PowerSGD)
     assert (exchange.batched, exchange.state.matrix_approximation_rank) == (batched, number)
-    assert differences(first, second) == []
 
 
 @pytest.mark.parametrize(

@@ -295,8 +295,8 @@ def programs(draw: st.DrawFn, world_size: int, sparse: bool = True, hooks: Seque
     unused_by = draw(st.none() | st.integers(0, world_size - 1))
     if options.usage_is_fixed and any(isinstance(op, Uneven) for op in sequence):
         # What any rank used in the first step, in which all need inputs, is used in every step, also without inputs.
-        unused_by = None
-        sequence = [each for op in sequence for each in ([Backward(), op] if isinstance(op, Uneven) else [op])]
+        unused_by, first = None, list[Op]([Backward()])
+        sequence = [each for op in sequence for each in [*(first if isinstance(op, Uneven) else []), op]]
     program = Program(
         tuple(parameters),
         tuple(order),

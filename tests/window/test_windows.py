@@ -163,8 +163,8 @@ def test_a_gradient_that_shares_memory_with_what_user_code_captured_stays_in_it(
 @on_ranks(2)
 def test_parameters_whose_gradients_share_memory_are_each_averaged_once(rank: int, view: bool) -> None:
     """Autograd hands both gradients in one piece of memory, if it can."""
-    layer = nn.Bilinear(1, 1, 4)
-    layer.forward = lambda x: ((layer.weight.view(4) + layer.bias) * x).sum()  # type: ignore[method-assign]
+    layer: Any = nn.Bilinear(1, 1, 4)
+    layer.forward = lambda x: ((layer.weight.view(4) + layer.bias) * x).sum()
     model = DDP(layer, gradient_as_bucket_view=view)
     for _ in range(2):
         model.zero_grad()
