@@ -16,7 +16,6 @@ from hooks_by_name import register
 from on_ranks import on_ranks
 from parts import Parts
 from parts import wrapped as with_options
-from ranks import RankPool
 
 X = torch.ones(3)
 
@@ -69,34 +68,29 @@ def test_ranks_that_do_not_answer_in_time_are_named(rank: int) -> None:
     dist.barrier()  # the other one does not come to backward
 
 
-def two_wait(rank: int, hook: str, used: str) -> str:
-    """Ranks 0 and 1 wait; rank 2 comes when they have waited a while, and misses a later bucket's gradient."""
+OF_LATER = ("acd", ["parameter b (number 1, bucket 2): produced by rank 0, 1"])
+# The sums of 16-bit gradients take two collectives: others wait for d's, before all gradients have come.
+OF_FIRST = ["parameter d (number 3, bucket 0): produced by rank 0, 1", "not yet by rank 0, 1, which waits in backward"]
+
+
+@pytest.mark.tier("slow", but_one_in=4)
+@pytest.mark.parametrize(
+    ("hook", "used", "words"), [*((hook, *OF_LATER) for hook in ("none", "bf16", "python")), ("bf16", "b", OF_FIRST)]
+)
+@on_ranks(3)
+def test_ranks_that_wait_have_said_what_they_have(rank: int, hook: str, used: str, words: list[str]) -> None:
+    """Ranks 0 and 1 wait; rank 2 comes when they have waited a while, and misses a gradient."""
     model = wrapped(hook)
     if rank < 2:
         fails_elsewhere(model(X), rank=2)
-        return ""
+        return
     loss = model(X, used)
     time.sleep(1)
     loss.backward()
     said = said_by_forward(model)
     send_what_others_wait_for(model)
-    return said
-
-
-@pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("hook", ["none", "bf16", "python"])
-def test_ranks_that_wait_for_a_later_bucket_have_said_that_they_miss_nothing(ranks: RankPool, hook: str) -> None:
-    message = ranks.run(two_wait, 3, hook, "acd")[2]
-    assert "parameter b (number 1, bucket 2): produced by rank 0, 1" in message
-    assert "No report" not in message
-
-
-@pytest.mark.tier("nightly")
-def test_what_ranks_have_not_come_to_yet_is_neither_produced_nor_missing(ranks: RankPool) -> None:
-    # The sums of 16-bit gradients take two collectives: others wait for d's, before all gradients have come.
-    message = ranks.run(two_wait, 3, "bf16", "b")[2]
-    assert "parameter d (number 3, bucket 0): produced by rank 0, 1" in message
-    assert "parameter a (number 0, bucket 3): not yet by rank 0, 1, which waits in backward" in message
+    assert all(text in said for text in words)
+    assert "No report" not in said
 
 
 @on_ranks(2)
