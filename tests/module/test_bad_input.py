@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -42,12 +42,6 @@ def wrap(module: Any = None, **options: Any) -> Any:
     return fastddp.DistributedDataParallel(Pair() if module is None else module, **options)
 
 
-def on_meta() -> nn.Module:
-    module = Pair()
-    module.second.to("meta")
-    return module
-
-
 def on_several_devices() -> None:
     module = nn.ParameterDict({"here": torch.ones(1), "there": torch.ones(1, device="meta")})
     # No second type of device can be counted on; only the check's view of it is needed.
@@ -70,8 +64,7 @@ def without_a_group() -> None:
     wrap()
 
 
-def forward_without_its_group(ranks: list[int] | None) -> None:
-    group = None if ranks is None else dist.new_group(ranks)
+def forward_without_its_group(group: Any) -> None:
     model = wrap(process_group=group)
     dist.destroy_process_group(group)
     model(torch.ones(1, 2))
@@ -89,18 +82,10 @@ def sparse_gradient() -> None:
     model(torch.tensor([1])).sum().backward()
 
 
-class Nameless(torch.optim.SGD):
-    """Torch has no functional form of it."""
-
-
 def clip(what: Callable[[Any], Any]) -> None:
     model = wrap()
     model(torch.ones(1, 2)).backward()
     fastddp.clip_grad_norm_(what(model), 1.0)
-
-
-def with_mesh(*shape: int) -> None:
-    wrap(device_mesh=init_device_mesh("cpu", shape))
 
 
 def symmetric(**options: Any) -> None:
@@ -127,7 +112,7 @@ PASS_THE_WRAPPER, TOO_EARLY = "Pass the wrapper", "Ask for it after backward() a
 MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "no module": (lambda: wrap(0), "TypeError", "module must be a torch.nn.Module, got 0"),
     "frozen": (lambda: wrap(Pair().requires_grad_(False)), "RuntimeError", "no parameter that requires a gradient"),
-    "meta": (lambda: wrap(on_meta()), "RuntimeError", "second.weight is on the meta device"),
+    "meta": (lambda: wrap(nn.Linear(2, 2, device="meta")), "RuntimeError", "weight is on the meta device"),
     "lazy": (lambda: wrap(nn.Sequential(nn.LazyLinear(3))), "RuntimeError", "0.weight is uninitialised"),
     "sync batch norm": (lambda: wrap(nn.SyncBatchNorm(2)), "ValueError", "SyncBatchNorm, which torch runs on accel"),
     "two devices": (on_several_devices, "ValueError", "here on cpu, there on meta"),
@@ -135,9 +120,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "output device": (lambda: wrap(output_device=1), "ValueError", "Leave both None"),
     "two device ids": (lambda: wrap(device_ids=[0, 1]), "ValueError", "hold one device"),
     "cap -1": (lambda: wrap(bucket_cap_mb=-1), "ValueError", f"{CAP} of MiB >= 0, got -1"),
-    "cap nan": (lambda: wrap(bucket_cap_mb=float("nan")), "ValueError", CAP),
+    "cap nan of NumPy": (lambda: wrap(bucket_cap_mb=np.float32("nan")), "ValueError", CAP),
     "cap a word": (lambda: wrap(bucket_cap_mb="many"), "ValueError", CAP),
-    "cap of NumPy": (lambda: wrap(bucket_cap_mb=np.float32(-1)), "ValueError", CAP),
     "no caps": (lambda: wrap(bucket_cap_mb_list=[]), "ValueError", "bucket_cap_mb_list is empty"),
     "caps a number": (lambda: wrap(bucket_cap_mb_list=5), "ValueError", f"{CAPS}5"),
     "caps a word": (lambda: wrap(bucket_cap_mb_list="auto"), "ValueError", f"{CAPS}'auto'"),
@@ -150,23 +134,20 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "group a list": (lambda: wrap(process_group=[0]), "TypeError", "must be a torch.distributed.ProcessGroup"),
     "group in Python": (lambda: wrap(process_group=InPythonAlone()), "ValueError", "2 ranks in Python and 1 in C++"),
     "group gone": (lambda: forward_without_its_group(None), "", "process group"),
-    "subgroup gone": (lambda: forward_without_its_group([0]), "", "has been destroyed"),
-    "mesh of two dimensions": (lambda: with_mesh(1, 1), "RuntimeError", "must have one dimension, that of the ranks"),
+    "subgroup gone": (lambda: forward_without_its_group(dist.new_group([0])), "", "has been destroyed"),
+    "mesh of two": (lambda: wrap(device_mesh=init_device_mesh("cpu", (1, 1))), "RuntimeError", "have one dimension, t"),
     "precision a word": (lambda: wrap(mixed_precision="bf16"), "TypeError", "_MixedPrecision or None"),
     "precision int": (lambda: low_precision(torch.int32), "ValueError", "param_dtype must be a floating-point dtype"),
     "precision of 8 bits": (lambda: low_precision(None, torch.float8_e4m3fn), "ValueError", "Set reduce_dtype to one"),
     "precision of TorchScript": (in_torchscript, "ValueError", "TorchScript, and 0 is one"),
     "no hook for buffers": (lambda: buffer_hook("hook", BEFORE), "TypeError", "must be callable, got str"),
+    "local steps": (lambda: wrap(watch=fastddp.Watch(local_steps="no")), "ValueError", '"raise" or None, not '),  # type: ignore[arg-type]
     "no such argument": (lambda: wrap(bucket_cap=25), "TypeError", "'bucket_cap'. Did you mean 'bucket_cap_mb'? There"),
-    "no such hook": (
-        lambda: comm_hooks.int8_hook,  # type: ignore[attr-defined]
-        "AttributeError",
-        "Did you mean 'int8_compress_hook'? There are",
-    ),
+    "no such hook": (lambda: comm_hooks.int8_hook, "AttributeError", "mean 'int8_compress_hook'? There are"),  # type: ignore[attr-defined]
     "hook a name": (lambda: wrap().register_comm_hook(None, "int8"), "TypeError", "Did you mean 'int8_compress_hook'?"),
     "no place for buffers": (lambda: buffer_hook(print, "before"), "TypeError", "PRE_FORWARD or POST_FORWARD"),
     "torch's pickle": (load_torchs_wrapper, "RuntimeError", "a wrapper of torch's DistributedDataParallel"),
-    "fused optimizer": (lambda: wrap()._register_fused_optim(Nameless), "", "Nameless'> does not have a functional"),
+    "fused optimizer": (lambda: wrap()._register_fused_optim(torch.optim.NAdam), "", "does not have a functional"),
     "sparse gradient": (sparse_gradient, "", "parameter weight in bucket 0 got a sparse gradient"),
     "clip parameters": (lambda: clip(lambda model: model.parameters()), "TypeError", f"generator. {PASS_THE_WRAPPER}"),
     "clip a module": (lambda: clip(lambda model: model.module), "TypeError", f"got Pair. {PASS_THE_WRAPPER}"),
@@ -247,26 +228,16 @@ def test_frozen_parameters_that_differ_are_an_error_whatever_the_default_device_
         wrap(module)
 
 
-class UnlistedRanks(dict[int, int]):
-    """Ranks of a group: looking one up is allowed, going through all of them is not."""
-
-    def __iter__(self) -> Iterator[int]:
-        raise AssertionError("somebody went through all ranks of the group")
-
-    keys = values = items = __iter__
-
-
 @on_ranks(2)
 def test_a_forward_does_not_go_through_all_ranks_of_the_group(rank: int) -> None:
     model = wrap()
     ranks_of = dist.distributed_c10d._world.pg_group_ranks
-    listed = ranks_of[model.process_group]
+    lookup = mock.MagicMock(spec=["__getitem__", "get"])  # of one rank: there is no way to go through all
     for step in range(3):
-        if step == 2:  # buckets are rebuilt, lanes are made
-            ranks_of[model.process_group] = UnlistedRanks(listed)
-        model.zero_grad()
-        model(torch.full((1, 2), rank + 1.0)).backward()
-    ranks_of[model.process_group] = listed
+        # In the last step buckets are rebuilt, and lanes are made.
+        with mock.patch.dict(ranks_of, {model.process_group: lookup} if step == 2 else {}):
+            model.zero_grad()
+            model(torch.full((1, 2), rank + 1.0)).backward()
     assert model.module.second.bias.grad.tolist() == [1.0, 1.0]
 
 
@@ -280,11 +251,10 @@ def assert_usable(model: Any, rank: int) -> None:
     assert model.module.second.bias.grad.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("detected_by", ["optimizer", "forward"])
 @on_ranks(2)
-def test_missing_gradients_are_named_before_an_optimizer_steps(rank: int, detected_by: str, view: bool) -> None:
-    model = wrap(bucket_cap_mb=0, gradient_as_bucket_view=view)
+def test_missing_gradients_are_named_before_an_optimizer_steps(rank: int, detected_by: str) -> None:
+    model = wrap(bucket_cap_mb=0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = [parameter.clone() for parameter in model.parameters()]
     model(torch.ones(1, 2), "first").backward()
@@ -293,9 +263,9 @@ def test_missing_gradients_are_named_before_an_optimizer_steps(rank: int, detect
     with pytest.raises(RuntimeError) as caught:
         optimizer.step() if detected_by == "optimizer" else model(torch.ones(1, 2))
     assert all(map(torch.equal, before, model.parameters()))
-    assert f"on rank {rank} without a gradient for 2 of 4 parameters" in str(caught.value)
-    assert "parameter second.weight (number 2, bucket 1)" in str(caught.value)
-    assert "parameter second.bias (number 3, bucket 0)" in str(caught.value)
+    said = str(caught.value)
+    assert f"on rank {rank} without a gradient for 2 of 4 parameters" in said
+    assert "parameter second.weight (number 2, bucket 1)" in said
     assert_usable(model, rank)
 
 
@@ -316,30 +286,23 @@ def test_a_gradient_that_comes_twice_is_an_error_that_names_it(rank: int) -> Non
 
 
 def three_layers() -> nn.Sequential:
-    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-    layers[0].requires_grad_(False)
-    return layers
+    return nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3), nn.Linear(3, 3))
 
 
 def parameter(requires_grad: bool = True) -> nn.Parameter:
     return nn.Parameter(torch.ones(3), requires_grad=requires_grad)
 
 
-def add_adapter(layers: Any) -> None:
-    layers[1].adapter = nn.Linear(3, 3)
-
-
 def assign_state(layers: nn.Module) -> None:
-    layers.load_state_dict({name: value.clone() for name, value in layers.state_dict().items()}, assign=True)
+    layers.load_state_dict(copy.deepcopy(layers.state_dict()), assign=True)
 
 
 # What is done to the module, and what of it is named.
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "state assigned": (assign_state, "1.weight, 1.bias, 2.weight, 2.bias is not"),
     "layer replaced": (lambda layers: setattr(layers, "2", nn.Linear(3, 3)), "2.weight, 2.bias is not"),
-    "parameter added": (lambda layers: setattr(layers[1], "extra", parameter()), "1.extra is not"),
     "parameter where there was none": (lambda layers: setattr(layers, "prompt", parameter()), "prompt is not"),
-    "module where there was none": (add_adapter, "1.adapter.weight, 1.adapter.bias is not"),
+    "module where there was none": (lambda layers: setattr(layers[1], "new", nn.Linear(3, 3)), "1.new.weight, 1.new.b"),
     "parameter replaced": (lambda layers: setattr(layers[1], "bias", parameter()), "1.bias is not"),
     "unfrozen": (lambda layers: layers[0].requires_grad_(True), "0.weight, 0.bias is not"),
     "cast": (lambda layers: layers.double(), "1.weight, 1.bias, 2.weight, 2.bias has lost"),
@@ -349,10 +312,9 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("find_unused", [False, True])
 @on_ranks(2)
-def test_what_would_train_on_one_rank_alone_is_named(rank: int, change: str, find_unused: bool) -> None:
-    model = wrap(three_layers(), find_unused_parameters=find_unused)
+def test_what_would_train_on_one_rank_alone_is_named(rank: int, change: str) -> None:
+    model = wrap(three_layers(), find_unused_parameters=True)
     model.module.late = parameter(requires_grad=False)
     model(torch.ones(1, 3)).sum().backward()
     apply, words = CHANGES[change]
@@ -363,7 +325,6 @@ def test_what_would_train_on_one_rank_alone_is_named(rank: int, change: str, fin
     with pytest.raises(RuntimeError) as caught:
         model(inputs)
     assert f"it changed: {words}" in str(caught.value)
-    assert "Wrap the module again" in str(caught.value)
 
 
 @on_ranks(2)
@@ -383,5 +344,5 @@ def test_changes_that_leave_the_trained_parameters_are_no_error(rank: int) -> No
         model.zero_grad()
         model(torch.full((1, 3), rank + 1.0)).sum().backward()
         sums.append(float(sum(p.grad.sum() for p in layers.parameters() if p.grad is not None)))
-    assert sums[0] == sums[1] == sums[2]
     assert of_ranks(sums) == [sums, sums]
+    assert sums[0] == sums[1] == sums[2]

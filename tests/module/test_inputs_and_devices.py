@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import fake_cuda
 import fastddp
-from fastddp import comm_hooks
+from hooks_by_name import register
 from on_ranks import on_ranks
 from ranks import RankPool
 
@@ -30,9 +32,7 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.devices: list[str] = []
-        self.other: list[Any] = []
+        self.linear, self.devices = nn.Linear(WIDTH, WIDTH), list[str]()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
         leaves = tree_leaves((inputs, kwargs), is_leaf=lambda value: isinstance(value, PackedSequence))
@@ -72,42 +72,32 @@ def test_inputs_go_to_device_ids(ranks: RankPool, simulated_ranks: RankPool, inp
         assert all(map(torch.equal, found, expected))
 
 
-def train(rank: int, default_device: str | None, options: dict[str, Any], hook: Any) -> list[Tensor]:
+def train(rank: int, default_device: str | None, options: dict[str, Any], hook: str) -> list[Tensor]:
     """Gradients and buffers after each of six steps."""
     torch.manual_seed(0)
     batches = [torch.randn(4, 8) + rank for _ in range(6)]
     module = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))
-    torch.set_default_device(default_device)
-    try:
+    found: list[Tensor] = []
+    with torch.device(default_device) if default_device else nullcontext():
         model = fastddp.DistributedDataParallel(module, **options)
-        if hook is not None:
-            is_low_rank = hook is comm_hooks.powerSGD_hook
-            state = comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
-            model.register_comm_hook(state if is_low_rank else None, hook)
-        found = []
+        register(model, hook)
         for batch in batches:
             model.zero_grad()
             model(batch).square().sum().backward()
             found += [model.last_grad_norm(), *(parameter.grad.clone() for parameter in model.parameters())]
             found += [buffer.clone() for buffer in model.buffers()]
-        return found
-    finally:
-        torch.set_default_device(None)
-
-
-def weight() -> float:
-    return 3.0
+    return found
 
 
 @pytest.mark.parametrize(
     ("options", "hook"),
     [
-        ({"bucket_cap_mb": 0}, comm_hooks.fp16_compress_hook),
-        ({"bucket_cap_mb": 0}, comm_hooks.powerSGD_hook),
-        ({"find_unused_parameters": True, "gradient_average": weight}, None),
-        ({"bucket_cap_mb": "auto"}, None),
+        ({"bucket_cap_mb": 0}, "fp16"),
+        ({"bucket_cap_mb": 0}, "PowerSGD of rank 1"),
+        ({"find_unused_parameters": True, "gradient_average": partial(float, 3)}, "none"),
+        ({"bucket_cap_mb": "auto"}, "none"),
     ],
 )
 @on_ranks(2)
-def test_the_default_device_is_for_the_users_tensors_alone(rank: int, options: dict[str, Any], hook: Any) -> None:
+def test_the_default_device_is_for_the_users_tensors_alone(rank: int, options: dict[str, Any], hook: str) -> None:
     assert all(map(torch.equal, train(rank, "meta", options, hook), train(rank, None, options, hook)))

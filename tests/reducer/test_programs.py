@@ -137,6 +137,7 @@ def test_a_local_gradient_in_main_grad_that_was_set_to_zero_does_not_end_the_nex
     assert ranks.run(differences, 2, program) == [[], []]
 
 
+# ----------
 # ------------------------------------------------------------------------- a program finds what is wrong, if it is
 
 
@@ -158,15 +159,10 @@ class KeepsTheModelItHadWhenItsInputsEnded(Oracle):
         self.begin_batch(range(dist.get_world_size()), True)
 
 
-WRONG = [
-    IgnoresNoSync,
-    SharesTheSparseGradientsOfRank0,
-    KeepsTheModelItHadWhenItsInputsEnded,
-]
-
-
 @pytest.mark.tier("nightly")
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+@pytest.mark.parametrize(
+    "wrong", [IgnoresNoSync, SharesTheSparseGradientsOfRank0, KeepsTheModelItHadWhenItsInputsEnded]
+)
 def test_a_wrapper_that_is_wrong_is_found(ranks: RankPool, wrong: type[Oracle]) -> None:
     def is_found(program: Program) -> bool:
         try:

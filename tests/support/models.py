@@ -28,15 +28,9 @@ class RaisesInBackward(torch.autograd.Function):
         raise Expected("in the middle of backward")
 
 
-class BatchNormMlp(nn.Module):
+def batch_norm_mlp() -> nn.Module:
     """Linear layers and the three buffers of batch normalisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 7, bias=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 7, bias=False))
 
 
 class ConvNet(nn.Module):
@@ -90,7 +84,7 @@ class SharedParameters(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "batch norm MLP": BatchNormMlp,
+    "batch norm MLP": batch_norm_mlp,
     "channels_last conv net": ConvNet,
     "mixed dtypes": MixedDtypes,
     "shared parameters": SharedParameters,

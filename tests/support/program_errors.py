@@ -20,6 +20,7 @@ from program_execution import (
     LEARNING_RATE,
     Execution,
     Wrap,
+    blocks_of,
     compare,
     difference,
     form,
@@ -30,7 +31,6 @@ from program_execution import (
     wrap_in_fastddp,
     wrap_in_reference,
 )
-from program_hooks import blocks_of
 from programs import METRIC, Backward, Change, Op, Program, Raise, Step, TwoBackwards, Uneven, WrapAgain
 
 HALF = {"int8": 1 / 254, "e4m3": 1 / 28, "e5m2": 1 / 14}
@@ -103,8 +103,8 @@ class StepBegan:
         elif isinstance(op, Uneven):  # a rank may have stepped in it, and others without inputs have not
             self.memory = None
             own = op.backwards[: op.batches[self._execution.rank]]
-            self._steps_are_seen |= self._execution.steps_are_seen and any(backward.sync for backward in own)
-        elif isinstance(op, Step) and self._execution.steps_are_seen:
+            self._steps_are_seen |= not self._execution.keeps_main_gradients and any(backward.sync for backward in own)
+        elif isinstance(op, Step) and not self._execution.keeps_main_gradients:
             self.memory, self._steps_are_seen = Memory(self._execution), True
         elif any(spec.steps_in_backward for spec in self._execution.program.parameters):
             self.memory = None

@@ -21,16 +21,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fake_cuda
 import fastddp
+from fastddp import comm_hooks
+from fastddp.comm_hooks import BlockState
 from fastddp.window.gradient_average import GradientAverage
 from hooks_by_name import averages
 from models import Expected
 from nodes import by_reads
 from outputs import SEEN, loss_in
-from program_hooks import compress
 from program_models import MOST_ROWS, Linear
 from program_oracle import Oracle
 from programs import (
+    EIGHT_BITS,
     METRIC,
+    SIXTEEN_BITS,
     Backward,
     Change,
     Evaluate,
@@ -49,13 +52,9 @@ LEARNING_RATE = 0.5
 
 
 def gradient_average(module: Linear, options: Options) -> GradientAverage:
-    match options.gradient_average:
-        case "tensor":
-            return module.weight_in_average
-        case "callable":
-            return lambda: module.weight_in_average.item()
-        case others:
-            return others
+    if options.gradient_average == "callable":
+        return lambda: module.weight_in_average.item()
+    return module.weight_in_average if options.gradient_average == "tensor" else options.gradient_average
 
 
 @functools.lru_cache(maxsize=1)
@@ -86,13 +85,22 @@ def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
         lazy_bucket_allocation=options.lends_wires,
         watch=fastddp.Watch(audit_every=options.audit_every),
     )
-    if options.hook == "allreduce":
-        model.register_comm_hook(None, allreduce_hook)
-    elif options.hook == "python":
-        model.register_comm_hook(None, averages)
-    elif options.hook != "none":
-        compress(model, options.hook)
+    if options.hook in ("allreduce", "python"):
+        model.register_comm_hook(None, averages if options.hook == "python" else allreduce_hook)
+    elif options.hook in SIXTEEN_BITS:
+        model.register_comm_hook(None, getattr(comm_hooks, f"{options.hook}_compress_hook"))
+    elif options.hook in EIGHT_BITS:  # what they leave out stays with the module, whoever wraps it
+        state = getattr(module, "block_state", None) or BlockState(fp8="e5m2" if options.hook == "e5m2" else "e4m3")
+        module.block_state = state
+        is_int8 = options.hook == "int8"
+        model.register_comm_hook(state, comm_hooks.int8_compress_hook if is_int8 else comm_hooks.fp8_compress_hook)
     return model
+
+
+def blocks_of(model: fastddp.DistributedDataParallel) -> BlockState | None:
+    """What remembers the errors of 8 bits; None: nothing does."""
+    state = model._comm_hook[0] if model._comm_hook else None
+    return state if isinstance(state, BlockState) else None
 
 
 def wrap_in_reference(module: Linear, options: Options, reference: type[Oracle] = Oracle) -> nn.Module:
@@ -153,31 +161,25 @@ class Execution:
         return layer.parameter  # type: ignore[return-value]
 
     @property
-    def _keeps_main_gradients(self) -> bool:
+    def keeps_main_gradients(self) -> bool:
         return self.program.options.main_gradients == "main_grad" and not isinstance(self.model, Oracle)
 
     def gradient(self, index: int) -> Tensor | None:
         parameter = self.parameter(index)
-        return getattr(parameter, "main_grad", None) if self._keeps_main_gradients else parameter.grad
+        return getattr(parameter, "main_grad", None) if self.keeps_main_gradients else parameter.grad
 
     def zero_gradients(self, set_to_none: bool = True) -> None:
-        if self._keeps_main_gradients:
+        if self.keeps_main_gradients:
             self.model.zero_grad()
         else:
             self.optimizer.zero_grad(set_to_none)
 
-    @property
-    def steps_are_seen(self) -> bool:
-        """Whether a step is one of an optimizer's."""
-        return not self._keeps_main_gradients
-
+    @torch.no_grad()
     def _step(self) -> None:
-        if not self._keeps_main_gradients:
-            return self.optimizer.step()
-        for index in self.trainable:  # as an optimizer would that looks there
-            with torch.no_grad():
-                self.parameter(index).sub_(self.gradient(index), alpha=LEARNING_RATE)
-        return None
+        for index in self.trainable if self.keeps_main_gradients else ():  # as an optimizer would that looks there
+            self.parameter(index).sub_(self.gradient(index), alpha=LEARNING_RATE)
+        if not self.keeps_main_gradients:
+            self.optimizer.step()
 
     def run(self, op: Op) -> None:
         match op:
@@ -192,8 +194,7 @@ class Execution:
             case Step():
                 self._step()
             case Write():
-                with torch.no_grad():
-                    self.parameter(op.parameter).mul_(0.5)
+                self.parameter(op.parameter).detach().mul_(0.5)
             case Evaluate(metric=False):
                 self._evaluate()
             case Evaluate():
@@ -211,7 +212,7 @@ class Execution:
             self.zero_gradients(set_to_none=how != "zero")
         if how in ("none", "discarded"):
             self._end_window()
-        if how == "copies" and not self._keeps_main_gradients:
+        if how == "copies" and not self.keeps_main_gradients:
             for parameter in self.module.parameters():
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         if how == "half":
@@ -222,7 +223,8 @@ class Execution:
     def _run_backward(self, op: Backward) -> None:
         syncs = op.sync or self.armed
         skip = self._legal(replace(op, sync=syncs))
-        several = self._may_repeat_parameters
+        # Each use in a reentrant checkpoint is a gradient of its own, and the number of them must not change.
+        several = self.program.checkpointed != "reentrant"
         with nullcontext() if op.sync else self.model.no_sync():  # type: ignore[operator]
             losses = [self._forward(skip) for _ in range(op.forwards if several else 1)]
         with self.model.no_sync():  # type: ignore[operator]
@@ -231,25 +233,18 @@ class Execution:
             self._evaluate()
         self._backward(sum(losses, start=torch.zeros((), device=self.device)), self.trainable - skip, ends_window=syncs)
 
-    @property
-    def _may_repeat_parameters(self) -> bool:
-        """Each use in a reentrant checkpoint is a gradient of its own, and the number of them must not change."""
-        return self.program.checkpointed != "reentrant"
-
     def _run_two_backwards(self, op: TwoBackwards) -> None:
         first = {index for index in self.trainable if index < op.split}
         second = self.trainable - first
-        may_bring_nothing = self.program.options.usage != "all" and self._needed
-        if self.begun or not first or not second or may_bring_nothing:
-            return self._run_backward(Backward())
-        if self.program.options.usage != "all":
-            is_one_of_them = self.program.unused_by in (None, self.rank)
-            unused = self.program.unused & self.trainable if is_one_of_them else frozenset()
-            first, second = first - unused, second - unused
+        ends_early = self.program.options.usage != "all"
+        if self.begun or not first or not second or (ends_early and self._needed):
+            self._run_backward(Backward())
+            return
+        if ends_early and self.program.unused_by in (None, self.rank):
+            first, second = first - self.program.unused, second - self.program.unused
         losses = [self._forward(self.trainable - first), self._forward(self.trainable - second)]
-        self._backward(losses[0], first, ends_window=self.program.options.usage != "all")
+        self._backward(losses[0], first, ends_window=ends_early)
         self._backward(losses[1], second, ends_window=True)
-        return None
 
     def _run_uneven(self, op: Uneven) -> None:
         if self.armed:  # a rank without inputs would not know
@@ -264,8 +259,10 @@ class Execution:
                     oracle.begin_batch(ranks, op.divide_by_initial_world_size)
                 if self.rank in ranks:
                     self._train(backward)
-                elif oracle:
-                    self._take_part(backward, oracle)
+                elif oracle:  # what it does in place of that
+                    oracle.take_part(backward.sync)
+                    if backward.evaluate:
+                        oracle.take_part(synchronises=False)
         if oracle:
             oracle.end_batches([rank for rank, batches in enumerate(op.batches) if batches == max(op.batches)])
         self.forwards = before + 2 * len(op.backwards)
@@ -278,12 +275,6 @@ class Execution:
             self.run(Change("none"))
         if op.evaluate:
             self._evaluate()
-
-    def _take_part(self, op: Backward, oracle: Oracle) -> None:
-        """What the reference does in ``_train`` on a rank without inputs."""
-        oracle.take_part(op.sync)
-        if op.evaluate:
-            oracle.take_part(synchronises=False)
 
     def _raise(self, op: Raise) -> None:
         is_reference = isinstance(self.model, Oracle)
@@ -307,17 +298,12 @@ class Execution:
             self.model.end_window()  # type: ignore[operator]
         self.zero_gradients()
         self._end_window()
-        if is_healthy and not told:
-            self._be_told_later()
+        if is_healthy and not told:  # on a device with streams a rank learns it at its next forward, if by then it can
+            fake_cuda.synchronize()
+            with pytest.raises(RuntimeError, match="failed on rank"):
+                self._evaluate()
+            self.forwards -= 1
         self._evaluate()  # where a rank on which backward raised finds back to the others
-
-    def _be_told_later(self) -> None:
-        """On a device with streams a rank learns at its next forward that another one has failed, if by then it can."""
-        fake_cuda.synchronize()
-        forwards = self.forwards
-        with pytest.raises(RuntimeError, match="failed on rank"):
-            self._evaluate()
-        self.forwards = forwards
 
     def _end_window(self) -> None:
         self.received.clear()
@@ -335,7 +321,8 @@ class Execution:
 
     def _legal(self, op: Backward) -> set[int]:
         if self.program.options.usage_is_fixed:
-            return self._always_unused(self.rank) if op.sync else self._skipped(op) | self._unused_by_all()
+            of_all = self._always_unused(self.rank)
+            return of_all if op.sync else self._skipped(op) | (of_all if self.program.unused_by is None else set())
         if self.program.options.usage == "find_unused_parameters" and op.sync:
             return self._skipped(op) - self._needed
         if not op.sync:
@@ -348,9 +335,6 @@ class Execution:
     def _always_unused(self, rank: int) -> set[int]:
         is_one_of_them = self.program.unused_by in (None, rank) and self.program.options.usage_is_fixed
         return set(self.program.unused & self.trainable) - self._needed if is_one_of_them else set()
-
-    def _unused_by_all(self) -> set[int]:
-        return self._always_unused(self.rank) if self.program.unused_by is None else set()
 
     @property
     def _needed(self) -> set[int]:
@@ -442,11 +426,8 @@ def form(tensor: Tensor) -> tuple[object, ...]:
     in several ways."""
     if tensor.is_sparse:
         return tensor.dtype, tensor.shape, tensor.layout
-    strides = [
-        stride if size > 1 and tensor.numel() else None
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ]
-    return tensor.dtype, tensor.shape, strides
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.dtype, tensor.shape, [stride for size, stride in strides if size > 1 and tensor.numel()]
 
 
 def difference(name: str, ours: Tensor | None, theirs: Tensor | None, tolerance: float) -> str:

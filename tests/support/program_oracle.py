@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,9 @@ class Oracle(ReferenceDataParallel):
         self.begin_batch(range(self._group.size()), True)  # also for buffers: so it is under torch's DDP from now on
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        weight = read_weight(self._gradient_average) if self._syncs and torch.is_grad_enabled() else self._weight
+        average, weight = self._gradient_average, self._weight
+        if self._syncs and torch.is_grad_enabled():
+            weight = 1.0 if isinstance(average, str) else float(average() if callable(average) else average)
         output = super().forward(*args, **kwargs)
         self._weight = weight  # a forward that raises leaves that of the one before
         return output
@@ -109,10 +111,3 @@ class Oracle(ReferenceDataParallel):
             self._shared.add(parameter)
         if parameter in self._sparse:
             parameter.grad = parameter.grad.to_sparse(1)  # type: ignore[union-attr]
-
-
-def read_weight(average: Tensor | Callable[[], Tensor | float] | str) -> float:
-    """Of this rank, now."""
-    if isinstance(average, str):
-        return 1.0
-    return float(average() if callable(average) else average)

@@ -218,12 +218,20 @@ def parameter_specs(draw: st.DrawFn) -> ParameterSpec:
     )
 
 
+def backwards_of(parameters: int, world_size: int, forwards: int) -> tuple[st.SearchStrategy[Backward], ...]:
+    """Those that synchronise, with up to so many forwards, and local ones."""
+    rest = (
+        st.booleans(),
+        st.frozensets(st.integers(0, parameters - 1), max_size=parameters),
+        st.none() | st.integers(0, world_size - 1),
+    )
+    synchronising = st.builds(Backward, st.just(True), st.integers(1, forwards), st.integers(0, forwards - 1), *rest)
+    return synchronising, st.builds(Backward, st.just(False), st.integers(1, 2), st.just(0), *rest)
+
+
 def ops(parameters: int, world_size: int) -> st.SearchStrategy[Op]:
-    some_parameters = st.frozensets(st.integers(0, parameters - 1), max_size=parameters)
+    synchronising, local = backwards_of(parameters, world_size, 3)
     rank = st.none() | st.integers(0, world_size - 1)
-    few = st.integers(0, 2)
-    synchronising = st.builds(Backward, st.just(True), st.integers(1, 3), few, st.booleans(), some_parameters, rank)
-    local = st.builds(Backward, st.just(False), st.integers(1, 2), st.just(0), st.booleans(), some_parameters, rank)
     backwards = synchronising | local  # of which several in a row, with nothing between them, make a window
     others: list[st.SearchStrategy[Op]] = [
         st.builds(TwoBackwards, st.integers(1, parameters)),
@@ -243,16 +251,6 @@ def uneven(draw: st.DrawFn, backwards: st.SearchStrategy[Backward], world_size: 
         draw(st.tuples(*[st.integers(0, most)] * world_size)),
         divide_by_initial_world_size=draw(st.booleans()),
     )
-
-
-def with_inputs_at_first(sequence: list[Op]) -> list[Op]:
-    """Every rank shows in the first step what it uses, for which it needs inputs."""
-    result: list[Op] = []
-    for op in sequence:
-        if isinstance(op, Uneven):
-            result.append(Backward())
-        result.append(op)
-    return result
 
 
 def main_gradients_of(parameters: Sequence[ParameterSpec]) -> list[Literal["no", "grad", "main_grad"]]:
@@ -296,9 +294,9 @@ def programs(draw: st.DrawFn, world_size: int, sparse: bool = True, hooks: Seque
     sequence = draw(st.lists(ops(len(parameters), world_size), min_size=1, max_size=9))
     unused_by = draw(st.none() | st.integers(0, world_size - 1))
     if options.usage_is_fixed and any(isinstance(op, Uneven) for op in sequence):
-        # What any rank used in the first step counts as used in every step, also when that rank has no inputs.
-        unused_by = None
-        sequence = with_inputs_at_first(sequence)
+        # What any rank used in the first step, in which all need inputs, is used in every step, also without inputs.
+        unused_by, first = None, list[Op]([Backward()])
+        sequence = [each for op in sequence for each in [*(first if isinstance(op, Uneven) else []), op]]
     program = Program(
         tuple(parameters),
         tuple(order),
@@ -310,13 +308,10 @@ def programs(draw: st.DrawFn, world_size: int, sparse: bool = True, hooks: Seque
         options=options,
         ops=tuple(sequence),
     )
-    return seen_to_begin(program) if checkpointed == "reentrant" else program
-
-
-def seen_to_begin(program: Program) -> Program:
-    """Without what fastddp refuses: a backward that is not seen before a checkpoint inside of it brings a gradient."""
-    ops = tuple(Evaluate() if op == METRIC else op for op in program.ops)
-    return replace(program, output="tensor", ops=ops)
+    if checkpointed != "reentrant":
+        return program
+    # Fastddp refuses a backward that is not seen before a checkpoint inside of it brings a gradient.
+    return replace(program, output="tensor", ops=tuple(Evaluate() if op == METRIC else op for op in sequence))
 
 
 @st.composite
@@ -325,10 +320,7 @@ def programs_of_accumulation(draw: st.DrawFn, world_size: int) -> Program:
     number = draw(st.integers(2, 5))
     shapes, dtypes = [(3,), (2, 3), (40,), (300, 257)], ["float32", "float32", "float64"]  # in which a half is exact
     spec = st.builds(ParameterSpec, st.sampled_from(shapes), st.sampled_from(dtypes), shared=st.booleans())
-    some = st.frozensets(st.integers(0, number - 1), max_size=number)
-    rank = st.none() | st.integers(0, world_size - 1)
-    synchronising = st.builds(Backward, st.just(True), st.integers(1, 2), st.integers(0, 1), st.booleans(), some, rank)
-    local = st.builds(Backward, st.just(False), st.integers(1, 2), st.just(0), st.booleans(), some, rank)
+    synchronising, local = backwards_of(number, world_size, 2)
     between = st.sampled_from([Change("half"), Change("none"), Change("zero"), Step()])
     return Program(
         tuple(draw(st.lists(spec, min_size=number, max_size=number))),

@@ -68,8 +68,7 @@ class Trained:
     @classmethod
     def of(cls, model: nn.Module, **others: float) -> Trained:
         """What ``model``, wrapped, holds now, and ``others``, such as a loss."""
-        module = model.module
-        assert isinstance(module, nn.Module)
+        module: Any = model.module
         others_now = [*module.named_buffers(), *((name, torch.tensor(value)) for name, value in others.items())]
         found = cls(type(model), _copies(module.named_parameters()), _copies(others_now))
         if isinstance(model, fastddp.DistributedDataParallel):
@@ -84,17 +83,10 @@ def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 def launched(rank: int) -> AbstractContextManager[Any]:
     """Inside is the environment that torchrun gives a process; the process group is there already."""
-    size = str(dist.get_world_size())
-    given = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",  # nobody connects: the group is there
-        "OMP_NUM_THREADS": "1",
-    }
-    return mock.patch.dict(os.environ, given)
+    ranks = dict.fromkeys(["RANK", "LOCAL_RANK"], str(rank))
+    sizes = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(dist.get_world_size()))
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nobody connects: the group is there
+    return mock.patch.dict(os.environ, ranks | sizes | address | {"OMP_NUM_THREADS": "1"})
 
 
 @contextlib.contextmanager
@@ -122,11 +114,7 @@ def under_both(rank: int, training: Callable[..., Trained], args: tuple[Any, ...
 
 
 def same_training(
-    ranks: RankPool,
-    training: Callable[..., Trained],
-    *args: Any,
-    rtol: float = 0.0,
-    backend: str | None = None,
+    ranks: RankPool, training: Callable[..., Trained], *args: Any, rtol: float = 0.0, backend: str | None = None
 ) -> list[Trained]:
     """Assert that two ranks train the same under both DDPs, that each DDP was really there, and that ranks agree.
 
@@ -164,9 +152,7 @@ RESUMED = pytest.mark.parametrize(
 def differences(expected: dict[str, Tensor], actual: dict[str, Tensor], rtol: float = 0.0) -> list[str]:
     """Names of tensors that differ by more than ``rtol`` times the largest element."""
     assert list(expected) == list(actual)
-    found = []
-    for name, value in expected.items():
-        allowed = rtol * value.abs().max().item() if rtol else 0.0
-        if (actual[name].double() - value.double()).abs().max().item() > allowed:
-            found.append(name)
-    return found
+    allowed = {name: rtol * value.abs().max() if rtol else 0.0 for name, value in expected.items()}
+    return [
+        name for name, value in expected.items() if (actual[name].double() - value.double()).abs().max() > allowed[name]
+    ]

@@ -118,8 +118,6 @@ def wrapper_in(model: nn.Module) -> fastddp.DistributedDataParallel:
     [
         # Layers have 432, 832, 1360 and 2016 bytes: the last two reach the cap alone, the first two together.
         *((way, {"bucket_cap_mb": 1000 * BYTE}, [[0, 1], [2], [3]]) for way in WAYS),
-        ("outside", {"bucket_cap_mb": 3000 * BYTE}, [[0, 1], [2, 3]]),
-        ("outside", {"bucket_cap_mb": 5000 * BYTE}, [[0, 1, 2, 3]]),
         ("outside", {"bucket_cap_mb_list": [1000 * BYTE, 2500 * BYTE]}, [[0, 1, 2], [3]]),
     ],
 )
@@ -145,8 +143,7 @@ def test_graphs_end_with_buckets(rank: int, way: str, options: Any, layers: list
             backward(model, rank, step)
         after = shapes()
     graphs = [graph for graph in graphs if graph]
-    expected = [sorted(shape for n in of for shape in ((WIDTHS[n + 1], WIDTHS[n]), (WIDTHS[n + 1],))) for of in layers]
-    assert graphs == before == expected
+    assert graphs == before == [sorted(p.shape for n in of for p in Layers().layers[n].parameters()) for of in layers]
     assert after == before or not pinned
     # Rebuilt buckets have another order within a graph, but all of them before the next graph's.
     graph_of = {shape: number for number, graph in enumerate(reversed(graphs)) for shape in graph}
@@ -171,7 +168,7 @@ def test_what_dynamo_is_told_holds_in_forward_only_even_if_it_raises(rank: int) 
     assert told() == before == (False, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_the_wrapper_costs_one_graph_break(rank: int) -> None:
     with dynamo():
         torch._dynamo.utils.counters.clear()

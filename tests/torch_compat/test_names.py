@@ -110,12 +110,9 @@ def hook_of_the_user(state, bucket):  # type: ignore[no-untyped-def]  # torch do
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"bucket_cap_mb": 3},
-        {"bucket_cap_mb": np.int64(1)},
         {"bucket_cap_mb": np.float32(0.5)},
         {"bucket_cap_mb_list": [np.int64(2), np.float64(1.0)]},
-        {"output_device": 0},
         {"device_ids": [], "output_device": 0, "dim": 1},
     ],
     ids=str,

@@ -104,16 +104,16 @@ def test_a_forward_that_was_copied_from_torchs_class(wrap: type, rank: int, opti
 
 @on_ranks(2)
 def test_a_window_that_is_prepared_counts_what_its_ranks_weigh(rank: int) -> None:
-    """Rank r's own gradient is r + 1 times the step, its weight (2 r + 1) times the step."""
-    steps = iter(range(1, 4))
-    model = wrapped(Parts("a"), gradient_average=lambda: (2.0 * rank + 1) * next(steps))
-    for step in (1, 2, 3):
+    """Rank r's own gradient is r + 1, its weight is r the first time and its opposite the second."""
+    weights = iter([rank, 1 - rank])
+    model = wrapped(Parts("a"), gradient_average=lambda: float(next(weights)))
+    for expected in (2.0, 1.0):
         model.zero_grad()
         with model.no_sync():
-            loss = model(local_input(rank, float(step)))
+            loss = model(local_input(rank))
         prepare(model, loss)
         loss.backward()
-        assert model.module.a.grad[0].item() == pytest.approx(7 / 4 * step)
+        assert model.module.a.grad[0].item() == expected
 
 
 @on_ranks(2)

@@ -10,24 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import fastddp
 from fastddp import comm_hooks
-from models import Expected, RaisesInBackward
+from models import Expected
 from on_ranks import gradients, on_ranks
-
-
-class Two(nn.Module):
-    """Both gradients are the input. Backward comes to ``b`` first; on some ranks it ends there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: Tensor, raises: bool = False) -> Tensor:
-        loss = (self.a * x).sum()
-        return (RaisesInBackward.apply(loss) if raises else loss) + (self.b * x).sum()
+from parts import Parts
 
 
 def after_a_forward(model: Any, rank: int) -> None:
@@ -36,7 +24,7 @@ def after_a_forward(model: Any, rank: int) -> None:
 
 def after_a_backward_that_raised(model: Any, rank: int, raising: tuple[int, ...] = (0, 1)) -> None:
     with contextlib.suppress(Expected, RuntimeError):  # of the other rank: that one has failed
-        model(torch.tensor(7.0), rank in raising).backward()
+        model(torch.tensor(7.0), fails=rank in raising).backward()
         raise AssertionError("backward did not raise")
     model.zero_grad()
 
@@ -62,7 +50,7 @@ def a_step_that_is_discarded(model: Any) -> None:
 @on_ranks(2)
 def test_training_goes_on(rank: int, moment: Callable[..., None], change: Callable[[Any], Any]) -> None:
     warnings.simplefilter("ignore")
-    model = fastddp.DistributedDataParallel(Two(), bucket_cap_mb=0)
+    model = fastddp.DistributedDataParallel(Parts("ab", sizes=(3, 4)), bucket_cap_mb=0)
     model(torch.tensor(1.0)).backward()
     model.zero_grad()
     moment(model, rank)
@@ -74,13 +62,13 @@ def test_training_goes_on(rank: int, moment: Callable[..., None], change: Callab
         assert [gradient.tolist() for gradient in gradients(model)] == [[1.5] * 3, [1.5] * 4]
     else:
         changed.step()
-        assert [parameter.tolist() for parameter in model.parameters()] == [[-1.5] * 3, [-1.5] * 4]
+        assert [parameter.tolist() for parameter in model.parameters()] == [[-0.5] * 3, [-0.5] * 4]
 
 
 @on_ranks(2)
 def test_a_hook_after_a_forward_has_the_weights_of_its_own_ranks(rank: int) -> None:
     alone = [dist.new_group([one]) for one in range(2)][rank]
-    model = fastddp.DistributedDataParallel(Two(), gradient_average=lambda: rank + 1.0)
+    model = fastddp.DistributedDataParallel(Parts("ab", sizes=(3, 4)), gradient_average=lambda: rank + 1.0)
     loss = model(torch.tensor(rank + 1.0))
     model.register_comm_hook(comm_hooks.CompressState(alone), comm_hooks.fp16_compress_hook)
     loss.backward()

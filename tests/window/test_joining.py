@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from on_ranks import on_ranks
 from releases import FORWARD_SYNC_BUFFERS
 
 
-def train(wrap: Any, rank: int, batches: list[int], accumulate: bool, **join: Any) -> list[Tensor]:
+def train(wrap: Any, rank: int, batches: list[int], **join: Any) -> list[Tensor]:
     """Parameters and buffers after two epochs in which rank r has ``batches[r]`` batches, and a step after them."""
     torch.manual_seed(2)
     model = wrap(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
@@ -25,13 +26,12 @@ def train(wrap: Any, rank: int, batches: list[int], accumulate: bool, **join: An
         with model.join(**join):
             for batch in range(batches[rank]):
                 inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * epoch + 10 * batch + rank))
-                if accumulate and batch % 2 == 0:
-                    with model.no_sync():
-                        model(inputs).square().sum().backward()
-                    continue
-                model(inputs).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                syncs = batch % 2 == 1
+                with nullcontext() if syncs else model.no_sync():
+                    model(inputs).square().sum().backward()
+                if syncs:
+                    optimizer.step()
+                    optimizer.zero_grad()
         optimizer.zero_grad()
     inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(200 + rank))
     model(inputs).square().sum().backward()  # the mean is over all ranks again
@@ -43,23 +43,19 @@ BY_INPUTS = {"divide_by_initial_world_size": False}
 
 
 @pytest.mark.parametrize(
-    ("batches", "options", "accumulate", "join"),
+    ("batches", "options", "join"),
     [
-        ([2, 5, 3], {}, False, {}),
-        ([5, 2, 2], {}, False, BY_INPUTS),
-        ([0, 3, 0], {}, False, BY_INPUTS),
-        ([1, 4, 2], {FORWARD_SYNC_BUFFERS: False}, False, {}),
-        ([2, 6, 4], {}, True, {}),
-        ([3, 3, 3], {}, False, {"enable": False}),
+        ([2, 5, 3], {}, {}),
+        ([0, 4, 0], {}, BY_INPUTS),
+        ([1, 4, 2], {FORWARD_SYNC_BUFFERS: False}, {}),
+        ([3, 3, 3], {}, {"enable": False}),
     ],
     ids=str,
 )
 @on_ranks(3)
-def test_training_ends_as_under_torchs_ddp(
-    rank: int, batches: list[int], options: dict[str, Any], accumulate: bool, join: dict[str, Any]
-) -> None:
-    ours = train(lambda m: fastddp.DistributedDataParallel(m, **options), rank, batches, accumulate, **join)
-    theirs = train(lambda m: TorchDDP(m, **options), rank, batches, accumulate, **join)
+def test_training_ends_as_under_torchs_ddp(rank: int, batches: list[int], options: Any, join: Any) -> None:
+    ours = train(lambda m: fastddp.DistributedDataParallel(m, **options), rank, batches, **join)
+    theirs = train(lambda m: TorchDDP(m, **options), rank, batches, **join)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
@@ -100,11 +96,5 @@ def test_under_powersgd_a_rank_without_inputs_adds_nothing(rank: int) -> None:
 @on_ranks(2)
 def test_an_early_end_is_an_error_on_all_ranks_if_asked_for(rank: int) -> None:
     model = square()
-
-    def ends_early() -> None:
-        with model.join(throw_on_early_termination=True):
-            for _ in range(2 + rank):
-                gradient(model, rank)
-
-    with pytest.raises(RuntimeError, match="exhausted"):
-        ends_early()
+    with pytest.raises(RuntimeError, match="exhausted"), model.join(throw_on_early_termination=True):
+        [gradient(model, rank) for _ in range(2 + rank)]
