@@ -159,11 +159,11 @@ def of_reconstruct(itemsize: int, rank: int) -> list[Break]:
 def of_basis(output: str, rank: int, again: bool) -> list[Break]:
     """Signs: a bit of such an element says nothing. ``again``: of the last kernel."""
     block = max(4096 // rank**2, 64)
-    paths = [*each(row=(block,), blocks=(3,), rows=(3,), rank=(rank,)), {"length": rank, "rank": rank}]
+    paths = [*each(row=(block,), blocks=(3,), rank=(rank,)), {"length": rank, "rank": rank}]
     if output == "gram":  # whose last element is 0 where ranks are padded
         full = [path | {"rank": rank} for path in paths]
         return [*breaks(["top gram"], full), *breaks(["skip gram"] if rank > 1 else [], paths)]
-    paths += each(refills=(0, 1), basis=(1, 13), rank=(rank // 2 + 1,))
+    paths += each(rows=(3,), refills=(0, 1), basis=(1, 13), rank=(rank // 2 + 1,))
     paths += [] if again else [{"has_epsilon": 1}, {"has_epsilon": 0, "refills": 0}]
     if rank > 1:
         paths += [{"stride": 1, "rank": rank}, {"stride": rank, "rank": rank}]
