@@ -36,8 +36,7 @@ def load_kernels(
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient, wire in sorted(wanted, key=str):
-        capability = capability_of(device)
-        if capability is None:
+        if (capability := capability_of(device)) is None:
             continue
         from fastddp.kernel_loading import kernel_cases
         from fastddp.kernels.ahead_of_time import compile_measure, compile_measure_gradients, compile_pack
@@ -64,8 +63,7 @@ def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], ra
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient in sorted(wanted, key=str):
-        capability = capability_of(device)
-        if capability is None:
+        if (capability := capability_of(device)) is None:
             continue
         from fastddp.kernel_loading import codec_cases
         from fastddp.kernels.ahead_of_time import LOW_RANK_DTYPES, compile_low_rank
@@ -93,8 +91,7 @@ def load_block8_kernels(
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient in sorted(wanted, key=str):
-        capability = capability_of(device)
-        if capability is None:
+        if (capability := capability_of(device)) is None:
             continue
         from fastddp.kernel_loading import codec_cases
         from fastddp.kernels.ahead_of_time import compile_block8
@@ -118,8 +115,7 @@ def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> Non
         RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device in sorted(devices, key=str):
-        capability = capability_of(device)
-        if capability is not None:
+        if (capability := capability_of(device)) is not None:
             from fastddp.kernel_loading import kernel_cases
             from fastddp.kernels.ahead_of_time import compile_sum_shards
 
@@ -145,18 +141,10 @@ def _load(device: torch.device, kernels: Sequence[CompiledKernel], trial: Trial)
 def _load_one(device: torch.device, kernel: CompiledKernel) -> None:
     place, proof = proofs.place_of(device), proofs.proof_of(kernel, device)
     try:
-        _C.load_kernel(
-            device,
-            kernel.name,
-            kernel.cubin,
-            kernel.num_warps,
-            kernel.shared_bytes,
-            kernel.parameters,
-            kernel.scratch_parameters,
-            kernel.tile,
-            place,
-            _C.Trust.proven if proof is not None and proof.exists() else _C.Trust.untried,
-        )
+        binary = kernel.name, kernel.cubin, kernel.num_warps, kernel.shared_bytes
+        form = kernel.parameters, kernel.scratch_parameters, kernel.tile
+        trust = _C.Trust.proven if proof is not None and proof.exists() else _C.Trust.untried
+        _C.load_kernel(device, *binary, *form, place, trust)
     except torch.AcceleratorError:  # of something that ran before: the device loads nothing any more
         raise
     except RuntimeError as error:
