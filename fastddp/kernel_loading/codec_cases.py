@@ -41,6 +41,7 @@ class _Matrices:
 
     def __init__(self, memory: Memory, dtype: torch.dtype, rank: int) -> None:
         self.memory, self.dtype = memory, dtype
+        self.dtypes = dtype, dtype, torch.float32, torch.float32, dtype  # gradient, memory, P, Q, memory before
         self.ranks = itertools.cycle(dict.fromkeys((rank, rank // 2 + 1, 1)))  # all of which take one kernel
         self.random = random_numbers()
         self.all: list[Matrix] = []
@@ -49,10 +50,9 @@ class _Matrices:
     def add(self, rows: int, columns: int, shifts: Sequence[int] = (0, 0, 0, 0, 0)) -> None:
         rank, most = next(self.ranks), 127 if self.dtype == torch.bfloat16 else 1023
         shapes = ((rows, columns), (rows, columns), (rows, rank), (rank, columns), (rows, columns))
-        dtypes = _dtypes_of_parts(self.dtype)
         numbers = [
             self.memory.put(whole(shape, dtype, self.random, largest), shift)
-            for shape, dtype, largest, shift in zip(shapes, dtypes, (most, most, 2, 3, most), shifts, strict=True)
+            for shape, dtype, largest, shift in zip(shapes, self.dtypes, (most, most, 2, 3, most), shifts, strict=True)
         ]
         self.all.append((numbers[0], numbers[1], numbers[2], numbers[3]))
         self.before.append(numbers[4])
@@ -63,7 +63,7 @@ class _Matrices:
 
     def anywhere(self) -> None:
         self.add(5, 24)
-        for part, dtype in enumerate(_dtypes_of_parts(self.dtype)):
+        for part, dtype in enumerate(self.dtypes):
             for (shift,) in itertools.islice(offsets(dtype), 1, None):
                 at = [0, 0, 0, 0, 0]
                 at[part] = shift
@@ -83,18 +83,13 @@ class _Matrices:
         self.before = [memory for _, memory, _, _ in self.all]
 
     def special(self) -> None:
-        for rows, columns in _SMALL_SHAPES:
-            self.add(rows, columns)
-            _, memory, p, q = self.all[-1]
+        self.of_every_size(_SMALL_SHAPES)
+        for _, memory, p, q in self.all:
             assert memory is not None
             for row, value in enumerate(_SPECIAL):
                 p[row] = value
                 q[:, 2 * row] = 300.0  # their product is infinite in fp16
                 memory[4, row] = value
-
-
-def _dtypes_of_parts(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    return dtype, dtype, torch.float32, torch.float32, dtype
 
 
 def _powersgd(what: str, dtype: torch.dtype, rank: int, fills: Sequence[Callable[..., None]], call: Any) -> Trial:

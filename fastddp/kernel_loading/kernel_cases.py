@@ -149,9 +149,6 @@ class _Bucket:
         self.add(values, (1, 1))
         self.add(values.view(5, 9), (0, 0), _opposite_strides((5, 9)))
 
-    def special_within_range(self) -> None:
-        self.special(most=30_000)
-
 
 def _opposite_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides = itertools.accumulate(shape[:-1], int.__mul__, initial=2)
@@ -172,7 +169,7 @@ def _buckets(
     yield "flat, at all places within 16 bytes", partial(make, _Bucket.flat_anywhere)
     yield "strided", partial(make, _Bucket.strided)
     yield "special numbers", partial(make, _Bucket.special)
-    yield "special numbers within the range of fp16", partial(make, _Bucket.special_within_range)
+    yield "special numbers within the range of fp16", partial(make, partial(_Bucket.special, most=30_000))
     if not defined:
         yield "undefined", partial(make, _Bucket.undefined)
     if packs:

@@ -1,6 +1,9 @@
 """Kernels for the reducer. Triton compiles them when a model is wrapped; C++ loads and launches them.
 
-A kernel that nobody has tried on such a device is tried before it is used (:mod:`.proofs`).
+A kernel that nobody has tried on such a device is tried before it is used (:mod:`.proofs`). Nothing is loaded for
+devices without a CUDA driver (the CPU, ROCm), for GPUs older than Ampere, and for dtypes that the kernels do not take:
+there torch's operators do the work. To pack and to block8, complex numbers are pairs of real ones. What loads kernels
+raises a RuntimeError where fastddp does not know how this version of Triton launches them.
 """
 
 from __future__ import annotations
@@ -28,12 +31,6 @@ def load_kernels(
     """Load pack, unpack and measure for each device, dtype of gradients and dtype of the wire.
 
     With ``measuring_gradients`` also load the kernels that measure a rank's own gradients, while packing or alone.
-
-    Nothing is loaded for devices without a CUDA driver (the CPU, ROCm), for GPUs older than Ampere, and for dtypes that
-    the kernels do not move. There gradients are packed by other means. Complex numbers are pairs of real ones.
-
-    Raises:
-        RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient, wire in sorted(wanted, key=str):
         if (capability := capability_of(device)) is None:
@@ -55,13 +52,7 @@ def load_kernels(
 
 
 def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], rank: int) -> None:
-    """Load PowerSGD's kernels for each device and dtype of gradients, for ranks up to ``rank``.
-
-    Nothing is loaded where :func:`load_kernels` loads nothing: there torch's operators do the work.
-
-    Raises:
-        RuntimeError: fastddp does not know how this version of Triton launches kernels.
-    """
+    """Load PowerSGD's kernels for each device and dtype of gradients, for ranks up to ``rank``."""
     for device, gradient in sorted(wanted, key=str):
         if (capability := capability_of(device)) is None:
             continue
@@ -83,12 +74,8 @@ def load_block8_kernels(
 ) -> None:
     """Load block8's kernels for each device and dtype of gradients, for one format ("int8", "e4m3", "e5m2").
 
-    Nothing is loaded where :func:`load_kernels` loads nothing: there torch's operators do the work. Complex numbers are
-    pairs of real ones.
-
     Raises:
         ValueError: the kernels do not have this format.
-        RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient in sorted(wanted, key=str):
         if (capability := capability_of(device)) is None:
@@ -108,11 +95,8 @@ def load_block8_kernels(
 def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> None:
     """Load the kernel that adds up shards of this dtype, for each device.
 
-    Nothing is loaded where :func:`load_kernels` loads nothing: there torch's operators do the work.
-
     Raises:
         ValueError: the kernel does not add up this dtype.
-        RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device in sorted(devices, key=str):
         if (capability := capability_of(device)) is not None:

@@ -217,6 +217,5 @@ def _what_is_wrong(ours: Tensor, theirs: Tensor, rounded: float) -> str | None:
 
 def _same_sum(ours: tuple[float, float], theirs: tuple[float, float], rounded: float) -> bool:
     (squares, odd), (expected, expected_odd) = ours, theirs
-    if not math.isfinite(squares) and not math.isfinite(expected):
-        return odd == expected_odd
-    return odd == expected_odd and abs(squares - expected) <= rounded * expected
+    both_overflow = not math.isfinite(squares) and not math.isfinite(expected)
+    return odd == expected_odd and (both_overflow or abs(squares - expected) <= rounded * expected)
