@@ -28,10 +28,9 @@ Facts = dict[str, int]
 
 @dataclass(frozen=True)
 class Break:
-    """What is wrong with which output, of programs for which these facts hold."""
+    """What is wrong, in two words: a fault, and an output of programs for which these facts hold."""
 
-    fault: str
-    output: str
+    kind: str
     facts: Facts
 
     def hits(self, facts: Facts) -> bool:
@@ -43,11 +42,11 @@ def each(**values: Iterable[int]) -> list[Facts]:
 
 
 def breaks(kinds: Iterable[str], paths: Iterable[Facts]) -> list[Break]:
-    return [Break(*kind.split(), path) for kind, path in itertools.product(kinds, paths)]
+    return [Break(kind, path) for kind, path in itertools.product(kinds, paths)]
 
 
 def beside(output: str = "result") -> list[Break]:
-    return [Break("after", output, {"is_last": 1}), Break("before", output, {"number": 0})]
+    return [Break(f"after {output}", {"is_last": 1}), Break(f"before {output}", {"number": 0})]
 
 
 COUNTS = (*range(1, 10), 15, 16, 17, 511, 513, 2047, 2049, 4095, 4096)
@@ -121,8 +120,12 @@ def of_matrices(output: str, itemsize: int, rank: int, *others: Facts, block: in
     ]
     if output == "partials":  # a bit of which may be less than the rounding of the whole sum
         return breaks(("top partials", "skip partials"), paths)
-    past = Break("after", output, {"height": 5, "width": 24})
-    return [*breaks((f"bit {output}", f"skip {output}"), paths), past, Break("before", output, {"row": 0, "column": 0})]
+    past = Break(f"after {output}", {"height": 5, "width": 24})
+    return [
+        *breaks((f"bit {output}", f"skip {output}"), paths),
+        past,
+        Break(f"before {output}", {"row": 0, "column": 0}),
+    ]
 
 
 NO_GRADIENT, NO_MEMORY = {"has_gradient": 0}, {"has_memory": 0}
@@ -143,8 +146,8 @@ def of_project(itemsize: int, rank: int) -> list[Break]:
 
 def of_adder(rank: int) -> list[Break]:
     paths = each(spans=(1, 2, 34), begin=(128,), columns=(3,), count=(128,), rank=(1, rank))
-    past = Break("after", "q", {"spans": 1, "columns": 3})
-    return [*breaks(("bit q", "skip q"), paths), past, Break("before", "q", {"begin": 0})]
+    past = Break("after q", {"spans": 1, "columns": 3})
+    return [*breaks(("bit q", "skip q"), paths), past, Break("before q", {"begin": 0})]
 
 
 def of_reconstruct(itemsize: int, rank: int) -> list[Break]:
@@ -192,7 +195,7 @@ def of_encode(block: int, itemsize: int) -> list[Break]:
         *({"has_error": 1} | also for also in each(is_in_place=(0, 1))),
         {"gradient_offset": itemsize, "error_offset": 0},
     ]
-    past = [Break("after", "error", {"block": 1}), Break("after", "result", {"last_place": 3})]
+    past = [Break("after error", {"block": 1}), Break("after result", {"last_place": 3})]
     return of_runs(block, itemsize, ("bit scale", "bit error")) + breaks(["bit result"], errors) + past
 
 
@@ -201,7 +204,7 @@ def of_decode(block: int, itemsize: int) -> list[Break]:
         *of_runs(block, itemsize, ()),
         *breaks(["one sums"], [{}, {"number": 1}]),
         *breaks(["after sums"], [{}]),
-        *(Break("after", "result", {"number": 1, "count": 8}), Break("before", "result", {"number": 0})),
+        *(Break("after result", {"number": 1, "count": 8}), Break("before result", {"number": 0})),
     ]
 
 
@@ -213,7 +216,7 @@ def of_add(block: int) -> list[Break]:
     return [
         *breaks(("bit result", "bit scale", "skip result"), [*paths, {"has_error": 0}]),
         *breaks(["bit error"], ({"has_error": 1} | path for path in paths)),
-        *(*beside(), Break("after", "error", {"is_last": 1})),
+        *(*beside(), Break("after error", {"is_last": 1})),
     ]
 
 
@@ -231,7 +234,7 @@ def of_moves(gradient: torch.dtype, wire: torch.dtype) -> Table:
     offsets = range(gradient.itemsize, 16, gradient.itemsize)
     of_gradients = of_measured(["one sums"], *each(dims=range(1, 6), gradient_offset=offsets))
     unaligned = ({"is_aligned": 0}, {"is_aligned": 0, "number": 1}, {"is_aligned": 1, "count": 17})
-    of_wire = [*of_measured(["one sums"], *unaligned), Break("bit", "sums", {})]
+    of_wire = [*of_measured(["one sums"], *unaligned), Break("bit sums", {})]
     return [
         ("fastddp_pack_", kernel_cases.pack(gradient, wire), of_pack(gradient, wire, sums=False)),
         ("fastddp_pack_measuring_", kernel_cases.pack_measuring(gradient, wire), of_pack(gradient, wire, sums=True)),
@@ -301,7 +304,8 @@ def test_a_trial_notices_what_is_broken_in_one_path_only(rank: int, name: str) -
 
         assert not is_noticed()
         for broken in of_kernel:
-            fake_cuda.break_kernels(kernel, broken.fault, broken.hits, broken.output)
+            fault, output = broken.kind.split()
+            fake_cuda.break_kernels(kernel, fault, broken.hits, output)
             if not is_noticed():
                 missed.append((kernel, broken, fake_cuda.broken_programs()))
             fake_cuda.break_kernels("", "none")

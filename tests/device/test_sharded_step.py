@@ -84,9 +84,8 @@ def test_a_steady_step_has_these_launches_and_the_host_does_not_wait(rank: int, 
             case.backward(model, inputs)
             optimizer.step()
     names = [name.removeprefix("fastddp_").removeprefix("block8_").split("_")[0] for name in fake_cuda.launches()]
-    own = sum(
-        bool(bucket.spans) for bucket in optimizer.parts.shards.buckets
-    )  # runs of small buckets may be nothing but gaps
+    # Runs of small buckets may be nothing but gaps.
+    own = sum(bool(bucket.spans) for bucket in optimizer.parts.shards.buckets)
     of_a_step = [name for name in LAUNCHES[hook] for _ in range(own if name in ("unpack", "decode") else BUCKETS)]
     assert Counter(names) == Counter(3 * of_a_step)
     assert fake_cuda.uploads() == 0
