@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.kernel_loading.kernel_cases import CHUNK, SMALL, normal, offsets, random_numbers, short, whole
+from fastddp.kernel_loading.kernel_cases import CHUNK, SMALL, normal, offsets, pair, random_numbers, short, whole
 from fastddp.kernel_loading.trials import Case, Memory, Sums, Trial
 
 # ------------------------------------------------------------------------------------------------------- PowerSGD
@@ -40,6 +41,7 @@ class _Matrices:
 
     def __init__(self, memory: Memory, dtype: torch.dtype, rank: int) -> None:
         self.memory, self.dtype = memory, dtype
+        self.dtypes = dtype, dtype, torch.float32, torch.float32, dtype  # gradient, memory, P, Q, memory before
         self.ranks = itertools.cycle(dict.fromkeys((rank, rank // 2 + 1, 1)))  # all of which take one kernel
         self.random = random_numbers()
         self.all: list[Matrix] = []
@@ -48,46 +50,41 @@ class _Matrices:
     def add(self, rows: int, columns: int, shifts: Sequence[int] = (0, 0, 0, 0, 0)) -> None:
         rank, most = next(self.ranks), 127 if self.dtype == torch.bfloat16 else 1023
         shapes = ((rows, columns), (rows, columns), (rows, rank), (rank, columns), (rows, columns))
-        dtypes = _dtypes_of_parts(self.dtype)
         numbers = [
             self.memory.put(whole(shape, dtype, self.random, largest), shift)
-            for shape, dtype, largest, shift in zip(shapes, dtypes, (most, most, 2, 3, most), shifts, strict=True)
+            for shape, dtype, largest, shift in zip(shapes, self.dtypes, (most, most, 2, 3, most), shifts, strict=True)
         ]
         self.all.append((numbers[0], numbers[1], numbers[2], numbers[3]))
         self.before.append(numbers[4])
 
-    def of_every_size(self) -> None:
-        for rows, columns in _SHAPES:
+    def of_every_size(self, shapes: Iterable[tuple[int, int]] = _SHAPES) -> None:
+        for rows, columns in shapes:
             self.add(rows, columns)
 
     def anywhere(self) -> None:
         self.add(5, 24)
-        for part, dtype in enumerate(_dtypes_of_parts(self.dtype)):
+        for part, dtype in enumerate(self.dtypes):
             for (shift,) in itertools.islice(offsets(dtype), 1, None):
                 at = [0, 0, 0, 0, 0]
                 at[part] = shift
                 self.add(5, 24, at)
 
     def without_gradient(self) -> None:
-        for rows, columns in _SMALL_SHAPES:
-            self.add(rows, columns)
+        self.of_every_size(_SMALL_SHAPES)
         self.all = [(None, *others) for _, *others in self.all]  # type: ignore[misc]
 
     def without_memory(self) -> None:
-        for rows, columns in _SMALL_SHAPES:
-            self.add(rows, columns)
+        self.of_every_size(_SMALL_SHAPES)
         self.all = [(gradient, None, p, q) for gradient, _, p, q in self.all]
         self.before = [None] * len(self.all)
 
     def in_place(self) -> None:
-        for rows, columns in _SMALL_SHAPES:
-            self.add(rows, columns)
+        self.of_every_size(_SMALL_SHAPES)
         self.before = [memory for _, memory, _, _ in self.all]
 
     def special(self) -> None:
-        for rows, columns in _SMALL_SHAPES:
-            self.add(rows, columns)
-            _, memory, p, q = self.all[-1]
+        self.of_every_size(_SMALL_SHAPES)
+        for _, memory, p, q in self.all:
             assert memory is not None
             for row, value in enumerate(_SPECIAL):
                 p[row] = value
@@ -95,28 +92,23 @@ class _Matrices:
                 memory[4, row] = value
 
 
-def _dtypes_of_parts(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    return dtype, dtype, torch.float32, torch.float32, dtype
-
-
 def _powersgd(what: str, dtype: torch.dtype, rank: int, fills: Sequence[Callable[..., None]], call: Any) -> Trial:
-    def making(fill: Callable[..., None]) -> Callable[[Memory], tuple[Any, ...]]:
-        def make(memory: Memory) -> tuple[Any, ...]:
-            matrices = _Matrices(memory, dtype, rank)
-            fill(matrices)
-            return matrices.all, matrices.before
+    def make(fill: Callable[..., None], memory: Memory) -> tuple[Any, ...]:
+        matrices = _Matrices(memory, dtype, rank)
+        fill(matrices)
+        return matrices.all, matrices.before
 
-        return make
-
-    cases = tuple(Case(fill.__name__.replace("_", " "), making(fill), call) for fill in fills)
+    cases = tuple(Case(_words(fill), partial(make, fill), call) for fill in fills)
     return _of_powersgd(f"{what} of {short(dtype)}, rank {rank}", cases)
 
 
-def _of_powersgd(what: str, cases: Sequence[Case], instead: Callable[[], Any] | None = None) -> Trial:
-    def make(device: torch.device, trial: bool) -> Any:
-        return _C.LowRankKernels(device, trial)
+def _words(fill: Callable[..., None]) -> str:
+    return fill.__name__.replace("_", " ")
 
-    return Trial(what, make, _C.LowRankKernels.of_operators, cases, instead)
+
+def _of_powersgd(what: str, cases: Sequence[Case], instead: Callable[[], Any] | None = None) -> Trial:
+    operators = _C.LowRankKernels.of_operators
+    return Trial(what, lambda device, trial: _C.LowRankKernels(device, trial), operators, cases, instead)
 
 
 _FILLS = (_Matrices.of_every_size, _Matrices.anywhere, _Matrices.without_gradient, _Matrices.without_memory)
@@ -124,49 +116,27 @@ _FILLS = (_Matrices.of_every_size, _Matrices.anywhere, _Matrices.without_gradien
 
 def compress(dtype: torch.dtype, rank: int) -> Trial:
     """Of PowerSGD's first step."""
-
-    def call(kernels: Any, matrices: Any, before: Any) -> Sums:
-        kernels.compress(matrices, 0.5, before)
-        return ()
-
-    return _powersgd("compress", dtype, rank, (*_FILLS, _Matrices.in_place), call)
+    fills = (*_FILLS, _Matrices.in_place)
+    return _powersgd("compress", dtype, rank, fills, lambda kernels, all, before: kernels.compress(all, 0.5, before))
 
 
 def project(dtype: torch.dtype, rank: int) -> Trial:
     """Of the two kernels of PowerSGD's third step."""
-
-    def call(kernels: Any, matrices: Any, _: Any) -> Sums:
-        kernels.project(matrices, 0.25)
-        return ()
-
-    return _powersgd("project", dtype, rank, _FILLS, call)
+    return _powersgd("project", dtype, rank, _FILLS, lambda kernels, all, _: kernels.project(all, 0.25))
 
 
 def reconstruct(dtype: torch.dtype, rank: int) -> Trial:
     """Of PowerSGD's last step."""
-
-    def call(kernels: Any, matrices: Any, _: Any) -> Sums:
-        squares, odd = kernels.reconstruct(matrices).tolist()
-        return [(squares, odd)]
-
     fills = (*_FILLS[:2], _Matrices.without_memory, _Matrices.special)
-    return _powersgd("reconstruct", dtype, rank, fills, call)
+    return _powersgd("reconstruct", dtype, rank, fills, lambda kernels, all, _: [pair(kernels.reconstruct(all))])
 
 
 def orthogonalise(rank: int) -> Trial:
     """Of the three kernels that make PowerSGD's bases orthonormal."""
     lines = CHUNK // rank**2  # that a program has in flight
     block = max(lines, 64)  # of a program, as long as there are few
-    lengths = (
-        rank,
-        lines - 1,
-        lines + 1,
-        block - 1,
-        block,
-        block + 1,
-        2 * block + 3,
-        *((5 * block,) if rank > 8 else ()),
-    )
+    several = (2 * block + 3, 5 * block) if rank > 8 else (2 * block + 3,)
+    lengths = (rank, lines - 1, lines + 1, block - 1, block, block + 1, *several)
 
     def bases(memory: Memory, dependent: bool = False, special: bool = False, near: bool = False) -> list[Tensor]:
         random, found = random_numbers(), []
@@ -186,12 +156,11 @@ def orthogonalise(rank: int) -> Trial:
             found[0].zero_()
         return found
 
-    def call(kernels: Any, bases: Any, epsilon: float, refill: int | None) -> Sums:
-        kernels.orthogonalise(bases, epsilon, refill)
-        return ()
-
     def case(path: str, epsilon: float, refill: int | None, **of_bases: bool) -> Case:
-        return Case(path, lambda memory: (bases(memory, **of_bases), epsilon, refill), call, rounded=_SHARE)
+        def make(memory: Memory) -> tuple[Any, ...]:
+            return bases(memory, **of_bases), epsilon, refill
+
+        return Case(path, make, lambda kernels, *arguments: kernels.orthogonalise(*arguments), rounded=_SHARE)
 
     cases = (
         case("independent vectors", 0.0, None),
@@ -274,26 +243,19 @@ def encode(dtype: torch.dtype, number: str, block: int, drawn: bool) -> Trial:
     """Of the kernel that makes bytes of gradients."""
     key = _KEY if drawn else None
 
-    def making(fill: _Fill, before: int | None, error: int | None) -> Callable[[Memory], tuple[Any, ...]]:
-        def make(memory: Memory) -> tuple[Any, ...]:
-            blocked = _Blocked(memory, dtype, block)
-            fill(blocked)
-            errors = None if before is None else blocked.errors(before)
-            room = None if error is None else memory.take((blocked.groups * 4 * block,), torch.float32, error)
-            return blocked.gradients, errors if room is None else room, blocked.wire(), 1 / 3, key, errors
-
-        return make
-
-    def call(kernels: Any, *arguments: Any) -> Sums:
-        kernels.encode(*arguments)
-        return ()
+    def make(fill: _Fill, before: int | None, error: int | None, memory: Memory) -> tuple[Any, ...]:
+        blocked = _Blocked(memory, dtype, block)
+        fill(blocked)
+        errors = None if before is None else blocked.errors(before)
+        room = None if error is None else memory.take((blocked.groups * 4 * block,), torch.float32, error)
+        return blocked.gradients, errors if room is None else room, blocked.wire(), 1 / 3, key, errors
 
     places = ((None, None), (0, None), (0, 0), (1, 0), (0, 1))
     cases = [
         Case(
-            f"{fill.__name__.replace('_', ' ')}, {_described('errors', before)}, {_described('others', error)}",
-            making(fill, before, error),
-            call,
+            f"{_words(fill)}, {_described('errors', before)}, {_described('others', error)}",
+            partial(make, fill, before, error),
+            lambda kernels, *arguments: kernels.encode(*arguments),
         )
         for fill, (before, error) in itertools.product(_FILLS_OF_BLOCKS, places)
         if fill is _Blocked.anywhere or before == error
@@ -310,32 +272,28 @@ def add(number: str, block: int, drawn: bool) -> Trial:
     key = _KEY if drawn else None
     program = CHUNK // block // 4  # groups
 
-    def making(error: int | None, in_place: bool, special: bool) -> Callable[[Memory], tuple[Any, ...]]:
-        def make(memory: Memory) -> tuple[Any, ...]:
-            random = random_numbers()
-            calls: list[tuple[Any, ...]] = []
-            for count, groups in zip(_SHARDS, (1, 3, program, program + 1, 2 * program + 1), strict=True):
-                wires = [memory.put(_wire(number, block, groups, random)) for _ in range(count)]
-                if special:
-                    _scales(wires[0], block)[0, 1] = torch.nan
-                target = wires[count // 2] if in_place else memory.take(wires[0].shape, torch.uint8)
-                numbers = groups * 4 * block
-                errors = None if error is None else memory.put(normal((numbers,), torch.float32, random), error)
-                calls.append((wires, target, errors, key, len(calls) * 4 * block))
-            return (calls,)
+    def make(error: int | None, in_place: bool, special: bool, memory: Memory) -> tuple[Any, ...]:
+        random = random_numbers()
+        calls: list[tuple[Any, ...]] = []
+        for count, groups in zip(_SHARDS, (1, 3, program, program + 1, 2 * program + 1), strict=True):
+            wires = [memory.put(_wire(number, block, groups, random)) for _ in range(count)]
+            if special:
+                _scales(wires[0], block)[0, 1] = torch.nan
+            target = wires[count // 2] if in_place else memory.take(wires[0].shape, torch.uint8)
+            numbers = groups * 4 * block
+            errors = None if error is None else memory.put(normal((numbers,), torch.float32, random), error)
+            calls.append((wires, target, errors, key, len(calls) * 4 * block))
+        return (calls,)
 
-        return make
-
-    def call(kernels: Any, calls: Any) -> Sums:
+    def call(kernels: Any, calls: Any) -> None:
         for arguments in calls:
             kernels.add(*arguments)
-        return ()
 
     cases = [
         Case(
             f"{'into a shard' if in_place else 'beside the shards'}, {_described('errors', error)}"
             f"{', special numbers' if special else ''}",
-            making(error, in_place, special),
+            partial(make, error, in_place, special),
             call,
         )
         for error, in_place, special in (
@@ -349,24 +307,20 @@ def add(number: str, block: int, drawn: bool) -> Trial:
 def decode(dtype: torch.dtype, number: str, block: int) -> Trial:
     """Of the kernel that makes gradients of bytes."""
 
-    def making(fill: _Fill, whole_numbers: bool) -> Callable[[Memory], tuple[Any, ...]]:
-        def make(memory: Memory) -> tuple[Any, ...]:
-            blocked = _Blocked(memory, dtype, block)
-            fill(blocked)
-            wire = memory.put(_wire(number, block, blocked.groups, blocked.random, whole_numbers))
-            if fill is _Blocked.special:
-                _scales(wire, block)[0, 1] = torch.nan
-                _scales(wire, block)[1, 2] = 0.0
-            return blocked.gradients, wire
-
-        return make
+    def make(fill: _Fill, whole_numbers: bool, memory: Memory) -> tuple[Any, ...]:
+        blocked = _Blocked(memory, dtype, block)
+        fill(blocked)
+        wire = memory.put(_wire(number, block, blocked.groups, blocked.random, whole_numbers))
+        if fill is _Blocked.special:
+            _scales(wire, block)[0, 1] = torch.nan
+            _scales(wire, block)[1, 2] = 0.0
+        return blocked.gradients, wire
 
     def call(kernels: Any, gradients: Any, wire: Tensor) -> Sums:
-        squares, odd = kernels.decode(gradients, wire).tolist()
-        return [(squares, odd)]
+        return [pair(kernels.decode(gradients, wire))]
 
     cases = [
-        Case(f"{fill.__name__.replace('_', ' ')}, {words}", making(fill, is_whole), call, sums_rounded=rounded)
+        Case(f"{_words(fill)}, {words}", partial(make, fill, is_whole), call, sums_rounded=rounded)
         for fill in _FILLS_OF_BLOCKS
         for words, is_whole, rounded in (("whole numbers", True, 1e-12), ("all bytes", False, 1e-5))
     ]

@@ -9,17 +9,18 @@ begin at every element within 16 bytes. Numbers are mostly whole and small: sums
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastddp import _C
-from fastddp.kernel_loading.trials import Case, Memory, Sums, Trial
+from fastddp.kernel_loading.trials import Case, Makes, Memory, Sums, Trial
 
 CHUNK = 4096
 """Elements of one program of pack, of 8 bits and of sums."""
@@ -148,107 +149,87 @@ class _Bucket:
         self.add(values, (1, 1))
         self.add(values.view(5, 9), (0, 0), _opposite_strides((5, 9)))
 
-    def special_within_range(self) -> None:
-        self.special(most=30_000)
-
 
 def _opposite_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides = itertools.accumulate(shape[:-1], int.__mul__, initial=2)
     return tuple(strides)
 
 
-def _buckets(gradient: torch.dtype, wire: torch.dtype, packs: bool, defined: bool = False) -> Iterator[tuple[str, Any]]:
+def _buckets(
+    gradient: torch.dtype, wire: torch.dtype, packs: bool, defined: bool = False
+) -> Iterator[tuple[str, Makes]]:
     """Names of paths, and what makes the arguments: gradients and views."""
 
-    def making(fill: Any) -> Any:
-        def make(memory: Memory) -> tuple[Any, ...]:
-            bucket = _Bucket(memory, gradient, wire, packs)
-            fill(bucket)
-            return bucket.gradients, bucket.views
+    def make(fill: Callable[[_Bucket], None], memory: Memory) -> tuple[Any, ...]:
+        bucket = _Bucket(memory, gradient, wire, packs)
+        fill(bucket)
+        return bucket.gradients, bucket.views
 
-        return make
-
-    yield "flat and aligned, of every size", making(_Bucket.flat)
-    yield "flat, at all places within 16 bytes", making(_Bucket.flat_anywhere)
-    yield "strided", making(_Bucket.strided)
-    yield "special numbers", making(_Bucket.special)
-    yield "special numbers within the range of fp16", making(_Bucket.special_within_range)
+    yield "flat and aligned, of every size", partial(make, _Bucket.flat)
+    yield "flat, at all places within 16 bytes", partial(make, _Bucket.flat_anywhere)
+    yield "strided", partial(make, _Bucket.strided)
+    yield "special numbers", partial(make, _Bucket.special)
+    yield "special numbers within the range of fp16", partial(make, partial(_Bucket.special, most=30_000))
     if not defined:
-        yield "undefined", making(_Bucket.undefined)
+        yield "undefined", partial(make, _Bucket.undefined)
     if packs:
-        yield "expanded", making(_Bucket.expanded)
+        yield "expanded", partial(make, _Bucket.expanded)
     if packs and not defined and gradient == wire:
-        yield "in the wire", making(_Bucket.in_the_wire)
-
-
-def _packed(kernels: Any, gradients: Any, views: Any, scale: float) -> Sums:
-    kernels.pack(gradients, views, scale)
-    return ()
-
-
-def _unpacked(kernels: Any, gradients: Any, views: Any) -> Sums:
-    kernels.unpack(gradients, views)
-    return ()
+        yield "in the wire", partial(make, _Bucket.in_the_wire)
 
 
 def _unpacked_measuring(kernels: Any, gradients: Any, views: Any) -> Sums:
     measured = kernels.unpack(gradients, views, measuring=True)
     if measured is None:  # operators do not measure what they move
         measured = sum(kernels.measure(one.contiguous()).cpu() for one in gradients if one is not None)
-    return [_pair(measured)]
+    return [pair(measured)]
 
 
-def _pair(measured: Tensor) -> tuple[float, float]:
+def pair(measured: Tensor) -> tuple[float, float]:
+    """A sum of squares, and how many elements are not finite, of what programs or calls have measured."""
     squares, odd = measured.view(-1, 2).sum(0).tolist()
     return squares, odd
 
 
-_SCALES = (1 / 3, 1.0)
-
-
 def _scaled(gradient: torch.dtype, wire: torch.dtype, call: Any) -> Iterator[Case]:
-    for (path, make), scale in itertools.product(_buckets(gradient, wire, packs=True), _SCALES):
-
-        def make_scaled(memory: Memory, make: Any = make, scale: float = scale) -> tuple[Any, ...]:
-            return (*make(memory), scale)
-
-        yield Case(f"{path}, scale {'1' if scale == 1.0 else '1/3'}", make_scaled, call)
+    for path, make in _buckets(gradient, wire, packs=True):
+        for words, scale in (("1/3", 1 / 3), ("1", 1.0)):
+            yield Case(f"{path}, scale {words}", make, partial(call, scale=scale))
 
 
 def pack(gradient: torch.dtype, wire: torch.dtype) -> Trial:
     """Of the kernel that packs."""
-    return _of_pack(f"pack of {short(gradient)} into {short(wire)}", _scaled(gradient, wire, _packed))
+    cases = _scaled(gradient, wire, lambda kernels, *buckets, scale: kernels.pack(*buckets, scale))
+    return _of_pack(f"pack of {short(gradient)} into {short(wire)}", cases)
 
 
 def pack_measuring(gradient: torch.dtype, wire: torch.dtype) -> Trial:
     """Of the kernel that measures gradients while it packs them."""
-    cases = _scaled(gradient, wire, lambda kernels, *arguments: kernels.pack_measuring(*arguments))
+    cases = _scaled(gradient, wire, lambda kernels, *buckets, scale: kernels.pack_measuring(*buckets, scale))
     return _of_pack(f"measuring pack of {short(gradient)} into {short(wire)}", cases)
 
 
 def unpack(gradient: torch.dtype, wire: torch.dtype) -> Trial:
     """Of the kernel that unpacks."""
     buckets = list(_buckets(gradient, wire, packs=False))
-    cases = [Case(path, make, _unpacked) for path, make in buckets]
+    cases = [Case(path, make, lambda kernels, *buckets: kernels.unpack(*buckets)) for path, make in buckets]
     # Where a cast makes infinities, the CPU's kernel counts what it reads, and others what they write.
-    measured = [(path, make) for path, make in buckets if path != "special numbers"]
-    cases += [Case(f"{path}, measuring", make, _unpacked_measuring) for path, make in measured]
+    measuring = [(f"{path}, measuring", make) for path, make in buckets if path != "special numbers"]
+    cases += [Case(path, make, _unpacked_measuring) for path, make in measuring]
     return _of_pack(f"unpack of {short(wire)} into {short(gradient)}", cases)
 
 
 def measure_gradients(gradient: torch.dtype) -> Trial:
     """Of the kernel that measures gradients which are not packed."""
     buckets = _buckets(gradient, gradient, packs=True, defined=True)
-    cases = [
-        Case(path, make, lambda kernels, *arguments: kernels.measure_gradients(*arguments)) for path, make in buckets
-    ]
+    cases = [Case(path, make, lambda kernels, *buckets: kernels.measure_gradients(*buckets)) for path, make in buckets]
     return _of_pack(f"measuring gradients of {short(gradient)}", cases)
 
 
 def measure(wire: torch.dtype) -> Trial:
     """Of the kernel that measures a wire."""
 
-    def make(memory: Memory, *, special: bool = False, aligned: bool = False) -> tuple[list[Tensor]]:
+    def make(special: bool, aligned: bool, memory: Memory) -> tuple[list[Tensor]]:
         random, shifts = random_numbers(), itertools.cycle(range(1, ACCESS // wire.itemsize))
         wires = []
         for size in (44, 45) if special else (*SMALL, *LARGE):
@@ -257,15 +238,12 @@ def measure(wire: torch.dtype) -> Trial:
         return (wires,)
 
     def call(kernels: Any, wires: Sequence[Tensor]) -> Sums:
-        return [_pair(kernels.measure(each)) for each in wires]
+        return [pair(kernels.measure(each)) for each in wires]
 
     cases = [
-        Case(
-            f"{'aligned' if aligned else 'at all places within 16 bytes'}{', special numbers' if special else ''}",
-            functools.partial(make, special=special, aligned=aligned),
-            call,
-        )
-        for special, aligned in itertools.product((False, True), repeat=2)
+        Case(where + numbers, partial(make, special, aligned), call)
+        for special, numbers in ((False, ""), (True, ", special numbers"))
+        for aligned, where in ((False, "at all places within 16 bytes"), (True, "aligned"))
     ]
     return _of_pack(f"measuring wires of {short(wire)}", cases)
 
@@ -291,10 +269,9 @@ def sum_shards(dtype: torch.dtype) -> Trial:
         values = torch.stack([_special(size, dtype, random_numbers()) for size in (44, 44)])
         return ([(memory.put(values, shift), memory.take((44,), dtype, shift)) for shift in (0, 1)],)
 
-    def call(kernels: Any, calls: Sequence[tuple[Tensor, Tensor]]) -> Sums:
+    def call(kernels: Any, calls: Sequence[tuple[Tensor, Tensor]]) -> None:
         for shards, target in calls:
             kernels.sum_shards(shards, target)
-        return ()
 
     rows = (8, 16, 1016, 1024, 1032, CHUNK - 8, CHUNK, CHUNK + 8, 2 * CHUNK + 16)  # which begin aligned
     anywhere = [shifts for shifts in offsets(dtype, dtype) if any(shifts)]
@@ -306,7 +283,9 @@ def sum_shards(dtype: torch.dtype) -> Trial:
         Case("into a row", lambda memory: make(memory, (*rows[:5], *SMALL), [(0, 0)], in_place=True), call),
         Case("special numbers", make_special, call),
     )
-    return Trial(f"sums of {short(dtype)}", lambda device, trial: _Sums(dtype, device, trial), _SumsByOperators, cases)
+    return Trial(
+        f"sums of {short(dtype)}", lambda device, trial: _Sums(dtype, device, trial), _sums_of_operators, cases
+    )
 
 
 class _Sums:
@@ -327,9 +306,8 @@ class _Sums:
             self.launches += _C.trust_in_kernel(self._device, self._name) in used
 
 
-class _SumsByOperators:
-    def sum_shards(self, shards: Tensor, target: Tensor) -> None:
-        _C.sum_shards_with_operators(shards, target)
+def _sums_of_operators() -> Any:
+    return SimpleNamespace(sum_shards=_C.sum_shards_with_operators)
 
 
 def _of_pack(what: str, cases: Iterable[Case]) -> Trial:

@@ -1,6 +1,9 @@
 """Kernels for the reducer. Triton compiles them when a model is wrapped; C++ loads and launches them.
 
-A kernel that nobody has tried on such a device is tried before it is used (:mod:`.proofs`).
+A kernel that nobody has tried on such a device is tried before it is used (:mod:`.proofs`). Nothing is loaded for
+devices without a CUDA driver (the CPU, ROCm), for GPUs older than Ampere, and for dtypes that the kernels do not take:
+there torch's operators do the work. To pack and to block8, complex numbers are pairs of real ones. What loads kernels
+raises a RuntimeError where fastddp does not know how this version of Triton launches them.
 """
 
 from __future__ import annotations
@@ -28,16 +31,9 @@ def load_kernels(
     """Load pack, unpack and measure for each device, dtype of gradients and dtype of the wire.
 
     With ``measuring_gradients`` also load the kernels that measure a rank's own gradients, while packing or alone.
-
-    Nothing is loaded for devices without a CUDA driver (the CPU, ROCm), for GPUs older than Ampere, and for dtypes that
-    the kernels do not move. There gradients are packed by other means. Complex numbers are pairs of real ones.
-
-    Raises:
-        RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient, wire in sorted(wanted, key=str):
-        capability = capability_of(device)
-        if capability is None:
+        if (capability := capability_of(device)) is None:
             continue
         from fastddp.kernel_loading import kernel_cases
         from fastddp.kernels.ahead_of_time import compile_measure, compile_measure_gradients, compile_pack
@@ -56,16 +52,9 @@ def load_kernels(
 
 
 def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], rank: int) -> None:
-    """Load PowerSGD's kernels for each device and dtype of gradients, for ranks up to ``rank``.
-
-    Nothing is loaded where :func:`load_kernels` loads nothing: there torch's operators do the work.
-
-    Raises:
-        RuntimeError: fastddp does not know how this version of Triton launches kernels.
-    """
+    """Load PowerSGD's kernels for each device and dtype of gradients, for ranks up to ``rank``."""
     for device, gradient in sorted(wanted, key=str):
-        capability = capability_of(device)
-        if capability is None:
+        if (capability := capability_of(device)) is None:
             continue
         from fastddp.kernel_loading import codec_cases
         from fastddp.kernels.ahead_of_time import LOW_RANK_DTYPES, compile_low_rank
@@ -85,16 +74,11 @@ def load_block8_kernels(
 ) -> None:
     """Load block8's kernels for each device and dtype of gradients, for one format ("int8", "e4m3", "e5m2").
 
-    Nothing is loaded where :func:`load_kernels` loads nothing: there torch's operators do the work. Complex numbers are
-    pairs of real ones.
-
     Raises:
         ValueError: the kernels do not have this format.
-        RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device, gradient in sorted(wanted, key=str):
-        capability = capability_of(device)
-        if capability is None:
+        if (capability := capability_of(device)) is None:
             continue
         from fastddp.kernel_loading import codec_cases
         from fastddp.kernels.ahead_of_time import compile_block8
@@ -111,15 +95,11 @@ def load_block8_kernels(
 def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> None:
     """Load the kernel that adds up shards of this dtype, for each device.
 
-    Nothing is loaded where :func:`load_kernels` loads nothing: there torch's operators do the work.
-
     Raises:
         ValueError: the kernel does not add up this dtype.
-        RuntimeError: fastddp does not know how this version of Triton launches kernels.
     """
     for device in sorted(devices, key=str):
-        capability = capability_of(device)
-        if capability is not None:
+        if (capability := capability_of(device)) is not None:
             from fastddp.kernel_loading import kernel_cases
             from fastddp.kernels.ahead_of_time import compile_sum_shards
 
@@ -145,18 +125,10 @@ def _load(device: torch.device, kernels: Sequence[CompiledKernel], trial: Trial)
 def _load_one(device: torch.device, kernel: CompiledKernel) -> None:
     place, proof = proofs.place_of(device), proofs.proof_of(kernel, device)
     try:
-        _C.load_kernel(
-            device,
-            kernel.name,
-            kernel.cubin,
-            kernel.num_warps,
-            kernel.shared_bytes,
-            kernel.parameters,
-            kernel.scratch_parameters,
-            kernel.tile,
-            place,
-            _C.Trust.proven if proof is not None and proof.exists() else _C.Trust.untried,
-        )
+        binary = kernel.name, kernel.cubin, kernel.num_warps, kernel.shared_bytes
+        form = kernel.parameters, kernel.scratch_parameters, kernel.tile
+        trust = _C.Trust.proven if proof is not None and proof.exists() else _C.Trust.untried
+        _C.load_kernel(device, *binary, *form, place, trust)
     except torch.AcceleratorError:  # of something that ran before: the device loads nothing any more
         raise
     except RuntimeError as error:

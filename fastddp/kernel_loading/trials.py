@@ -21,6 +21,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Sums = Sequence[tuple[float, float]]
 """What a call has measured: sums of squares, and how many elements are not finite."""
 
+Makes = Callable[["Memory"], tuple[Any, ...]]
+"""Returns a call's arguments, whose tensors lie in the memory."""
+
 
 class Memory:
     """One piece of memory with all tensors of a call, and poison around and between them."""
@@ -87,10 +90,9 @@ class Case:
 
     path: str
     """In words."""
-    make: Callable[[Memory], tuple[Any, ...]]
-    """Returns the arguments of ``call``; their tensors lie in the memory."""
-    call: Callable[..., Sums]
-    """Gets what has the kernels, then the arguments."""
+    make: Makes
+    call: Callable[..., Sums | None]
+    """Gets what has the kernels, then the arguments; None: it has measured nothing."""
     rounded: float = 0.0
     """How far apart two elements may be that are not expected to be equal bit by bit."""
     sums_rounded: float = 1e-12
@@ -132,7 +134,7 @@ class Trial:
             host = Memory()
             arguments = case.make(host)
             memory = host.used.to(reference or device, copy=True)
-            sums = case.call(operators, *_in_other_memory(arguments, host.used, memory))
+            sums = case.call(operators, *_in_other_memory(arguments, host.used, memory)) or ()
             yield Expected(case, arguments, host.used, memory.to(device), sums)
 
     def compare(self, expected: Iterable[Expected], device: torch.device, trial: bool) -> Iterator[Outcome]:
@@ -176,7 +178,7 @@ def _what_differs(expected: Expected, kernels: Any, device: torch.device) -> str
     case, before, after = expected.case, expected.before, expected.after
     memory = before.to(device, copy=True)
     ours = _in_other_memory(expected.arguments, before, memory)
-    sums = case.call(kernels, *ours)
+    sums = case.call(kernels, *ours) or ()
     if not torch.equal(memory, after):
         for tensor in _tensors(ours):
             wrong = _what_is_wrong(tensor, _in_other_memory(tensor, memory, after), case.rounded)
@@ -215,6 +217,5 @@ def _what_is_wrong(ours: Tensor, theirs: Tensor, rounded: float) -> str | None:
 
 def _same_sum(ours: tuple[float, float], theirs: tuple[float, float], rounded: float) -> bool:
     (squares, odd), (expected, expected_odd) = ours, theirs
-    if not math.isfinite(squares) and not math.isfinite(expected):
-        return odd == expected_odd
-    return odd == expected_odd and abs(squares - expected) <= rounded * expected
+    both_overflow = not math.isfinite(squares) and not math.isfinite(expected)
+    return odd == expected_odd and (both_overflow or abs(squares - expected) <= rounded * expected)

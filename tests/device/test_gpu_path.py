@@ -110,11 +110,8 @@ LAUNCHES: dict[str, list[str]] = {
     "python, elsewhere": ["pack", "unpack"],
     "PowerSGD": [
         *("compress", "project", "sum", "reconstruct"),
-        *(
-            "pack",
-            "unpack",
-            "unpack",
-        ),  # what is not compressed, and Q out of the message, in which factors are computed
+        # What is not compressed, and Q out of the message, in which factors are computed.
+        *("pack", "unpack", "unpack"),
         *["gram", "orthonormalise", "reorthonormalise"] * 2,  # of P and of the next Q
     ],
 }
@@ -132,8 +129,14 @@ def launches_of_a_bucket(case: Case, view: bool, ends: str) -> list[str]:
     return [name for name in LAUNCHES[hook] + narrow if name not in unneeded]
 
 
-def costs_of_a_step(rank: int, case: Case, view: bool, ends: str) -> dict[str, Any]:
-    """In a steady state, with the device steps behind the host: launches, tables that went up, waits of the host."""
+@pytest.mark.tier("slow", but_one_in=3)
+@VIEWS
+@pytest.mark.parametrize("ends", ["dropped", "zeroed", "held"])
+@pytest.mark.parametrize("case", [*map(Case, LAUNCHES), *(Case("PowerSGD", dtype) for dtype in (FP16, BF16))], ids=str)
+@on_ranks(2, pool="simulated_ranks")
+def test_a_steady_step_has_these_launches_and_sends_no_table_though_the_device_lags_behind(
+    rank: int, case: Case, view: bool, ends: str
+) -> None:
     fake_cuda.schedule("random", 1)
     model = case.wrapped(rank, DEVICE, gradient_as_bucket_view=view)
     held: dict[nn.Parameter, Tensor] = {}
@@ -157,33 +160,16 @@ def costs_of_a_step(rank: int, case: Case, view: bool, ends: str) -> dict[str, A
             step()
         launches, uploads, waits = fake_cuda.launches(), fake_cuda.uploads(), fake_cuda.host_waits()
         norm, found = model.last_grad_norm(), model.found_inf()
+    names = [name.removeprefix("fastddp_").removeprefix("block8_").split("_")[0] for name in launches]
+    assert Counter(names) == Counter(3 * BUCKETS * launches_of_a_bucket(case, view, ends))
+    assert (uploads, waits, bool(found.cpu())) == (0, [], False)
     expected = torch.nn.utils.get_total_norm([parameter.grad.cpu().double() for parameter in model.parameters()])
-    return {
-        "launches": Counter(name.removeprefix("fastddp_").removeprefix("block8_").split("_")[0] for name in launches),
-        "uploads": uploads,
-        "waits": waits,
-        "the norm is right": torch.allclose(norm.cpu().double(), expected, rtol=1e-5) and not bool(found.cpu()),
-    }
+    torch.testing.assert_close(norm.cpu().double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.tier("slow", but_one_in=3)
-@VIEWS
-@pytest.mark.parametrize("ends", ["dropped", "zeroed", "held"])
-@pytest.mark.parametrize(
-    "case",
-    [*map(Case, LAUNCHES), *(Case("PowerSGD", dtype) for dtype in (FP16, BF16))],
-    ids=str,
-)
-def test_a_steady_step_has_these_launches_and_sends_no_table_though_the_device_lags_behind(
-    simulated_ranks: RankPool, case: Case, view: bool, ends: str
-) -> None:
-    launches = Counter(3 * BUCKETS * launches_of_a_bucket(case, view, ends))
-    for costs in simulated_ranks.run(costs_of_a_step, 2, case, view, ends):
-        assert costs == {"launches": launches, "uploads": 0, "waits": [], "the norm is right": True}
-
-
-def events_of_a_step(rank: int) -> tuple[int, int, int]:
-    """That a step makes: with a wrapper, and what its collectives and autograd make; and those with a time."""
+@on_ranks(2, pool="simulated_ranks")
+def test_a_steady_step_makes_no_event_and_writes_no_time(rank: int) -> None:
+    """But those of its collectives and of autograd."""
     fake_cuda.schedule("in_order")
     # Its watch keeps two moments a bucket, of the last eight windows.
     model = Case().wrapped(rank, DEVICE, watch=fastddp.Watch(stall="report"))
@@ -201,15 +187,9 @@ def events_of_a_step(rank: int) -> tuple[int, int, int]:
     for _ in range(11):
         step(model)
     fake_cuda.reset_records()
-    made, timed = step(model)
+    found = step(model)
     of_a_collective = 3  # when it may begin, that it is done, and in its future
-    return made, of_a_collective * fake_cuda.collectives() + step(alone)[0], timed
-
-
-def test_a_steady_step_makes_no_event_and_writes_no_time(simulated_ranks: RankPool) -> None:
-    for made, by_others, timed in simulated_ranks.run(events_of_a_step, 2):
-        assert made == by_others
-        assert timed == 0
+    assert found == (of_a_collective * fake_cuda.collectives() + step(alone)[0], 0)
 
 
 @on_ranks(1, pool="simulated_ranks")
@@ -227,15 +207,11 @@ def test_while_one_part_of_a_long_wire_is_added_up_the_other_travels(rank: int) 
     assert found[:2] == [there, there]
 
 
-MIB = 2**20
-
-
-def peak_of_steps(rank: int, fast: bool, view: bool, set_to_none: bool) -> tuple[int, Counter[str], int]:
-    """The most that was allocated in steady steps over what the model takes; launches and uploads of these steps."""
+def peak_of_steps(ddp: Any, view: bool, set_to_none: bool) -> int:
+    """The most that was allocated in steady steps over what the model takes."""
     fake_cuda.schedule("in_order")
     module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(14))).to(DEVICE)  # of 1 MiB each
     before = fake_cuda.allocated_bytes()
-    ddp = fastddp.DistributedDataParallel if fast else TorchDDP
     model = ddp(module, bucket_cap_mb=25, gradient_as_bucket_view=view)
     inputs = torch.ones(1, 512, device=DEVICE)
     for step in range(5):
@@ -245,21 +221,20 @@ def peak_of_steps(rank: int, fast: bool, view: bool, set_to_none: bool) -> tuple
             fake_cuda.reset_records()
         model(inputs).sum().backward()
         model.zero_grad(set_to_none)
-    launches = Counter(name.split("_")[1] for name in fake_cuda.launches() if "pack" in name)
-    return fake_cuda.peak_bytes() - before, launches, fake_cuda.uploads()
+    return fake_cuda.peak_bytes() - before
 
 
 @pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("view", [False, True], ids=["default", "view"])
+@VIEWS
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
-def test_no_more_memory_than_torchs_ddp(simulated_ranks: RankPool, view: bool, set_to_none: bool) -> None:
-    ours, launches, uploads = simulated_ranks.run(peak_of_steps, 2, True, view, set_to_none)[0]
-    theirs, _, _ = simulated_ranks.run(peak_of_steps, 2, False, view, set_to_none)[0]
-    # What has come of a bucket is packed when it is 4 MiB, and the layer that made it so is one that torch holds too.
-    assert ours <= theirs + 4 * MIB
-    assert uploads == 0
+@on_ranks(2, pool="simulated_ranks")
+def test_no_more_memory_than_torchs_ddp(rank: int, view: bool, set_to_none: bool) -> None:
+    ours = peak_of_steps(fastddp.DistributedDataParallel, view, set_to_none)
+    assert fake_cuda.uploads() == 0
     if view and set_to_none:  # two steps of 14 MiB: the first layer that comes is a bucket of its own
-        assert launches == {"pack": 2 * 4}
+        assert [name.split("_")[1] for name in fake_cuda.launches() if "pack" in name] == ["pack"] * 8
+    # What has come of a bucket is packed when it is 4 MiB, and the layer that made it so is one that torch holds too.
+    assert ours <= peak_of_steps(TorchDDP, view, set_to_none) + 4 * 2**20
 
 
 @on_ranks(1, pool="simulated_ranks")

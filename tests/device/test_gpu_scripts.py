@@ -58,21 +58,15 @@ def test_small_steps_launch_every_kernel() -> None:
 
 
 @pytest.mark.tier("nightly")
+@pytest.mark.parametrize(("section", "number"), [("kernels", 10), ("block8", 2)])  # a bucket; an operation of block8
 @on_ranks(1, pool="simulated_ranks")
-def test_one_bucket_is_measured_however_little_time_there_is(rank: int, tmp_path: Path) -> None:
+def test_something_is_measured_however_little_time_there_is(
+    rank: int, section: str, number: int, tmp_path: Path
+) -> None:
     # Compiling kernels may take all the time that a profiler gives.
-    run = run_of(tmp_path / "gpu.json", "kernels")
-    kernels.measure(run)
-    rows = [row for row in results.read(tmp_path / "gpu.json") if row["kind"] == "kernel"]
-    assert [row["result"] for row in rows] == ["right"] * 10
-
-
-@pytest.mark.tier("nightly")
-@on_ranks(1, pool="simulated_ranks")
-def test_one_operation_of_block8_is_measured_however_little_time_there_is(rank: int, tmp_path: Path) -> None:
-    block8.measure(run_of(tmp_path / "gpu.json", "block8"))
-    found = rows_of(tmp_path / "gpu.json", "block8 kernel", "operation", "contestant", "result")
-    assert found == [("encode", "copy_", "right"), ("encode", "fastddp", "right")]
+    {"kernels": kernels, "block8": block8}[section].measure(run_of(tmp_path / "gpu.json", section))
+    found = [row["result"] for row in results.read(tmp_path / "gpu.json") if row["kind"].endswith("kernel")]
+    assert found == ["right"] * number
 
 
 def small_case(device: torch.device) -> tuple[nn.Module, Callable[[int, int], Batch]]:

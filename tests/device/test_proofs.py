@@ -230,22 +230,18 @@ def test_a_proof_holds_for_one_driver_and_for_these_cases_and_without_a_version_
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     kernel: Any = type("Kernel", (), {"cubin": b"1", "name": "fastddp_pack"})()
-    here = torch.device("cpu")
     monkeypatch.setattr(torch.cpu, "get_device_name", lambda device: "A device", raising=False)
     monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path))
-    files = []
-    for version in ("580.65", "580.95", ""):
-        monkeypatch.setattr(proofs, "driver_version", lambda version=version: version)
+
+    def proof(version: str, cases: str = "these") -> Path | None:
+        monkeypatch.setattr(proofs, "driver_version", lambda: version)
+        monkeypatch.setattr(proofs, "_digest_of_cases", lambda: cases)
         proofs.place_of.cache_clear()
-        files.append(proofs.proof_of(kernel, here))
+        return proofs.proof_of(kernel, torch.device("cpu"))
+
+    files = {proof("580.65"), proof("580.65"), proof("580.95"), proof("580.65", "others")}
+    nothing = proof("")
     proofs.place_of.cache_clear()
-    monkeypatch.setattr(proofs, "driver_version", lambda: "580.65")
-    monkeypatch.setattr(proofs, "_digest_of_cases", lambda: "of other cases")
-    files.append(proofs.proof_of(kernel, here))
-    proofs.place_of.cache_clear()
-    assert files[0] is not None
-    assert files[3] is not None
-    assert files[3] != files[0]
-    assert files[0].parent.parent == tmp_path
-    assert files[0] != files[1]
-    assert files[2] is None
+    assert len(files) == 3
+    assert {file and file.parent.parent for file in files} == {tmp_path}
+    assert nothing is None

@@ -1,4 +1,4 @@
-"""Whole steps with a sharded optimizer, on the simulated device: values, launches, waits of the host, and graphs."""
+"""Whole steps with a sharded optimizer, on the simulated device: values, norms, launches, waits of the host, graphs."""
 
 from __future__ import annotations
 
@@ -84,9 +84,8 @@ def test_a_steady_step_has_these_launches_and_the_host_does_not_wait(rank: int, 
             case.backward(model, inputs)
             optimizer.step()
     names = [name.removeprefix("fastddp_").removeprefix("block8_").split("_")[0] for name in fake_cuda.launches()]
-    own = sum(
-        bool(bucket.spans) for bucket in optimizer.parts.shards.buckets
-    )  # runs of small buckets may be nothing but gaps
+    # Runs of small buckets may be nothing but gaps.
+    own = sum(bool(bucket.spans) for bucket in optimizer.parts.shards.buckets)
     of_a_step = [name for name in LAUNCHES[hook] for _ in range(own if name in ("unpack", "decode") else BUCKETS)]
     assert Counter(names) == Counter(3 * of_a_step)
     assert fake_cuda.uploads() == 0
@@ -142,3 +141,29 @@ def test_state_that_moves_to_another_rank_is_on_its_device(rank: int, kind: Any)
         assert {one.device.type for one in states if isinstance(one, Tensor)} == {DEVICE}
         found.append([parameter.detach().cpu() for parameter in model.parameters()])
     torch.testing.assert_close(*found)
+
+
+@ORDERS
+@on_ranks(2, "simulated_ranks")
+def test_norm_clipping_and_unscaling_need_no_wait_of_the_host(rank: int, order: str) -> None:
+    found = []
+    for sharded in (False, True):
+        fake_cuda.schedule(order, 1)
+        case = Case()
+        model = case.wrapped(rank, DEVICE)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if sharded:
+            optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0)
+        for step in range(4):
+            model.zero_grad()
+            case.backward(model, scaler.scale(batch(rank, step).to(DEVICE)))
+            with fake_cuda.without_waits():
+                scaler.unscale_(optimizer)
+                found += [fastddp.clip_grad_norm_(model, 1.0), model.found_inf()]
+            scaler.step(optimizer)
+            scaler.update()
+        found += [*model.parameters()]
+    found = [tensor.detach().cpu() for tensor in found]
+    half = len(found) // 2
+    torch.testing.assert_close(found[half:], found[:half])

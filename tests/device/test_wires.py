@@ -86,24 +86,20 @@ def fail_on_rank_0(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
             optimizer.step()
 
 
-def train_in_other_memory(rank: int, hook: str, order: str, options: dict[str, Any], fails: bool) -> list[Tensor]:
-    with memory_is_offered():
-        found = train(rank, hook, order, options, fails)
-        assert bool(fake_cuda.memory_asked_for()) == ("wire_memory" in options)
-    return found
-
-
 @pytest.mark.tier("slow", but_one_in=4)
 @pytest.mark.parametrize("fails", [False, True], ids=["", "one window fails"])
 @ORDERS
 @pytest.mark.parametrize("options", [LENT, REGISTERED, LENT | REGISTERED], ids=["lent", "group's", "group's or lent"])
 @pytest.mark.parametrize("hook", ["", *HOOKS])
+@on_ranks(2, pool="simulated_ranks")
 def test_steps_are_those_with_ordinary_wires_that_are_kept(
-    simulated_ranks: RankPool, hook: str, options: dict[str, Any], order: str, fails: bool
+    hook: str, options: dict[str, Any], order: str, fails: bool, rank: int
 ) -> None:
-    expected = simulated_ranks.run(train, 2, hook, order, {}, fails)
-    found = simulated_ranks.run(train_in_other_memory, 2, hook, order, options, fails)
-    assert all(map(torch.equal, found[0] + found[1], expected[0] + expected[1]))
+    expected = train(rank, hook, order, {}, fails)
+    with memory_is_offered():
+        found = train(rank, hook, order, options, fails)
+        assert bool(fake_cuda.memory_asked_for()) == ("wire_memory" in options)
+    assert all(map(torch.equal, found, expected))
 
 
 # ----------------------------------------------------------------------------------------------------------- lent wires

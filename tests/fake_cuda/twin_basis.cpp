@@ -112,7 +112,6 @@ Program describe(const Launch& launch, int64_t number, int64_t padded, bool is_g
                      {"rows", of.block.rows},
                      {"length", of.basis.length},
                      {"rank", of.basis.rank},
-                     {"padded", padded},
                      {"stride", of.basis.stride},
                      {"blocks", of.basis.blocks},
                      {"basis", of.block.basis},

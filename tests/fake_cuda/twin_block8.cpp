@@ -108,7 +108,6 @@ Program describe_run(const Launch& launch, const Form& form, int64_t number, boo
   auto* group = launch.pointer<char>(0) + last / Block8::kBlocks * form.format.group_bytes();
   auto* scale = group + last % Block8::kBlocks * static_cast<int64_t>(sizeof(float));
   Program described{{{"count", run.count},
-                     {"begin", run.begin},
                      {"number", run.begin / kElements},
                      {"block", run.block},
                      {"place", run.block % Block8::kBlocks},
@@ -118,8 +117,7 @@ Program describe_run(const Launch& launch, const Form& form, int64_t number, boo
                      {"has_error", encodes && launch.pointer<char>(2) != nullptr},
                      {"is_in_place", encodes && launch.pointer<char>(1) == launch.pointer<char>(2)},
                      {"error_offset", encodes ? offset_of(launch.pointer<char>(2)) : 0},
-                     {"before_offset", encodes ? offset_of(launch.pointer<char>(1)) : 0},
-                     {"draws", form.draws}},
+                     {"before_offset", encodes ? offset_of(launch.pointer<char>(1)) : 0}},
                     {}};
   auto& outputs = described.outputs;
   if (!encodes) {
@@ -148,8 +146,7 @@ Program describe_add(const Launch& launch, const Form& form, int64_t number) {
                      {"first_element", launch.integer(5)},
                      {"has_error", error != nullptr},
                      {"error_offset", offset_of(error)},
-                     {"is_in_place", is_in_place},
-                     {"draws", form.draws}},
+                     {"is_in_place", is_in_place}},
                     {{"result", Output::of(target + first * bytes + 16, groups * bytes - 16, 1)},
                      {"scale", Output::of(target + first * bytes, 1, sizeof(float))}}};
   if (error != nullptr) {

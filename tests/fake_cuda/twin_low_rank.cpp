@@ -120,7 +120,6 @@ Program describe(const Launch& launch, int64_t program, Step step, c10::ScalarTy
   Program described{{{"row", block.row},
                      {"rows", block.rows},
                      {"column", block.column},
-                     {"columns", block.columns},
                      {"width", matrix.columns},
                      {"height", matrix.rows},
                      {"rank", matrix.rank},

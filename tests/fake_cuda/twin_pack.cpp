@@ -124,7 +124,6 @@ Program describe_chunk(const Launch& launch, int64_t program, size_t table, c10:
   const bool is_last = program + 1 == static_cast<int64_t>(launch.programs) ||
                        launch.row<Chunk>(table + 1, program + 1).gradient != chunk.gradient;
   return {{{"count", chunk.count},
-           {"begin", chunk.begin},
            {"number", chunk.begin / kElements},
            {"is_last", is_last},
            {"is_defined", gradient.exist()},
@@ -154,7 +153,6 @@ Program describe_move(const Launch& launch, int64_t program, bool packs, bool me
 Program describe_measure(const Launch& launch, int64_t program, c10::ScalarType dtype) {
   const auto first = program * kElements;
   return {{{"count", std::min(kElements, launch.integer(1) - first)},
-           {"begin", first},
            {"number", program},
            {"is_last", program + 1 == static_cast<int64_t>(launch.programs)},
            {"is_aligned", offset_of(launch.pointer<char>(0) + first * size_of(dtype)) == 0}},
@@ -167,7 +165,6 @@ Program describe_sum(const Launch& launch, int64_t program) {
   const auto first = program * kElements, count = std::min(kElements, elements - first);
   auto *shards = launch.pointer<char>(0), *target = launch.pointer<char>(3) + first * size;
   return {{{"ranks", ranks},
-           {"elements", elements},
            {"count", count},
            {"number", program},
            {"is_last", program + 1 == static_cast<int64_t>(launch.programs)},

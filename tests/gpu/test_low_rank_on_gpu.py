@@ -94,23 +94,6 @@ def test_bases_that_are_hard_to_orthogonalise(rank: int, device: str, length: in
 
 
 @on_ranks(1, pool="gpu_ranks")
-def test_zero_and_dependent_vectors_are_zeroed_or_replaced(rank: int, device: str) -> None:
-    here = torch.device(device, 0)
-    load_low_rank_kernels([(here, torch.float32)], 32)
-    kernels, vectors = _C.LowRankKernels(here), torch.randn(300, 6)
-    vectors[:, 1], vectors[:, 3], vectors[:, 5] = 0, 2 * vectors[:, 0], torch.nan
-    zeroed, refilled, second, on_cpu = vectors[:, :5].to(here), vectors.to(here), vectors.to(here), vectors.clone()
-    kernels.orthogonalise([zeroed])
-    kernels.orthogonalise([refilled, second], refill=7)
-    _C.LowRankKernels(torch.device("cpu")).orthogonalise([on_cpu], refill=7)
-    assert not bool(zeroed[:, [1, 3]].any())
-    assert orthogonality(zeroed[:, [0, 2, 4]]) <= 1e-5
-    assert orthogonality(refilled) <= 1e-5
-    assert not torch.allclose(refilled, second)
-    assert torch.allclose(refilled[:, :2].cpu(), on_cpu[:, :2], atol=1e-6)  # the CPU draws the same vectors
-
-
-@on_ranks(1, pool="gpu_ranks")
 def test_what_no_kernel_takes_goes_to_operators(rank: int, device: str) -> None:
     here = torch.device(device, 0)
     kernels = _C.LowRankKernels(here)

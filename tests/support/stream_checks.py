@@ -194,26 +194,6 @@ def gradients_that_stay_are_measured_after_they_were_made() -> None:
         expect(not_finite, 0)
 
 
-def unpack_writes_no_memory_that_somebody_else_got() -> None:
-    own = stream()
-    (parameter,) = parameters(ELEMENTS)
-    accumulate_on([own], [parameter])
-    held = holding_gradient(parameter)
-    engine = reducer([parameter])
-    torch.accelerator.synchronize()
-    with own:
-        input = torch.full((ELEMENTS,), 3.0, device=DEVICE)
-        engine.begin_forward(True)
-        loss = (parameter * input).sum()
-        engine.arm()
-    own.synchronize()
-    loss.backward()
-    del loss, input
-    held.clear()
-    parameter.grad = None
-    expect_nobody_writes_to(somebody_elses_memory(own))
-
-
 def parts_of_a_bucket_wait_for_producers_on_other_streams() -> None:
     """Three gradients of 3 MiB, each on a stream of its own: the first two are packed before the bucket is complete."""
     if _order not in ("lazy", "others_first"):
@@ -318,24 +298,6 @@ def memory_of_gradients_can_be_freed_after_a_window_that_failed() -> None:
 # ------------------------------------------------------------------------------------------------------- late gradients
 
 
-def late_gradients_are_completed(with_an_older_one: bool) -> None:
-    late, first = of = parameters(ELEMENTS, ELEMENTS)
-    accumulate_on([stream()], [late])
-    if with_an_older_one:
-        with_zeros([late])
-    torch.accelerator.synchronize()
-    engine = reducer(of, plan=[[1], [0]], expect=_C.Expect.as_last)
-    for step in range(1, 4):
-        backward(engine, [times(first, step)])
-        backward(engine, [times(late, 10 * step), times(first, step)])
-        expect(first.grad, 2 * step)
-        expect(late.grad, 10 * step)
-        without_gradients(of)
-        if with_an_older_one:
-            with_zeros([late])
-        torch.accelerator.synchronize()
-
-
 def a_stand_in_is_packed_after_its_copy() -> None:
     """The first gradient of backward, on a stream of its own, makes the copy; another stream completes the bucket."""
     late, first, other = of = parameters(ELEMENTS, ELEMENTS, ELEMENTS)
@@ -350,26 +312,6 @@ def a_stand_in_is_packed_after_its_copy() -> None:
         expect(late.grad, 5 + 10 * step)
         without_gradients([first, other])
         torch.accelerator.synchronize()
-
-
-def what_completes_late_gradients_writes_no_memory_that_somebody_else_got() -> None:
-    own = stream()
-    late, first = of = parameters(ELEMENTS, ELEMENTS)
-    accumulate_on([own], [late])
-    engine = reducer(of, plan=[[1], [0]], expect=_C.Expect.as_last)
-    backward(engine, [times(first, 1)])
-    torch.accelerator.synchronize()
-    engine.begin_forward(True)
-    with own:
-        input = torch.full((ELEMENTS,), 3.0, device=DEVICE)
-        loss = (late * input).sum()
-    torch.accelerator.synchronize()
-    loss = torch.stack([loss, (first * 2).sum()]).sum()
-    engine.arm()
-    loss.backward()
-    del loss, input
-    late.grad = None
-    expect_nobody_writes_to(somebody_elses_memory(own))
 
 
 # ------------------------------------------------------------------------------------------------------ memory of wires
@@ -403,27 +345,6 @@ def wires_are_not_given_out_before_the_exchange_of_an_unfinished_window_is_done(
     first.grad = None
     del engine
     expect_nobody_writes_to(somebody_elses_memory(made_on, (ELEMENTS,) * 2))
-
-
-def wires_are_not_given_out_before_unpack_of_an_unfinished_window() -> None:
-    """Once it is known that the stream waits, a bucket is unpacked as soon as its collective has started."""
-    made_on = stream()
-    first, second = of = parameters(ELEMENTS, ELEMENTS)
-    holding_gradient(first)
-    with made_on:
-        engine = reducer(of, plan=[[0], [1]])
-        backward(engine, [times(second, 1), times(first, 1)])
-    without_gradients(of)
-    torch.accelerator.synchronize()
-    backward(engine, [times(first, 3)])
-    assert engine.state == "partial"
-    result = first.grad
-    del engine
-    torch.accelerator.current_stream().synchronize()  # what it was given is done, what the side stream was given is not
-    others = somebody_elses_memory(made_on, (ELEMENTS,) * 2)
-    torch.accelerator.synchronize()
-    expect(result, 3)
-    expect_nobody_writes_to(others)
 
 
 def wires_of_a_slab_are_written_after_what_was_there() -> None:
@@ -507,29 +428,12 @@ def exchanges_of_two_stages_are_followed_by_averaged_gradients(wires: str, insta
         expect_about(engine.measure()[0], squares)
 
 
-def lent_wires_are_not_given_out_before_what_reads_them(install: Installs) -> None:
-    """They belong to the stream on which a gradient came, which does not wait for the side stream."""
-    own = stream()
-    of = a_matrix_and_a_vector(own)
-    engine = reducer(of, plan=[[1], [0]], wires="lent")
-    install(engine, of)
-    for _ in range(2):
-        with_zeros(of)
-        backward(engine, [times(parameter, 3) for parameter in of])
-        others = somebody_elses_memory(own, (320, 160, 90, 30, 20, 16, 8, 2) * 3)
-        torch.accelerator.synchronize()
-        for parameter in of:
-            expect_about(parameter.grad, 3)
-        expect_nobody_writes_to(others)
-        del others
-
-
-def exchanges_of_two_stages_give_no_memory_away_that_they_use(in_slab: bool, dropped: str, install: Installs) -> None:
+def exchanges_of_two_stages_give_no_memory_away_that_they_use(dropped: str, install: Installs) -> None:
     """Neither that of gradients, when these are dropped, nor their own, when the reducer is."""
     own = stream()
     with own:
         of = a_matrix_and_a_vector(own)
-        engine = reducer(of, plan=[[1], [0]], wires="slab" if in_slab else "kept")
+        engine = reducer(of, plan=[[1], [0]])
         install(engine, of)
         inputs = [torch.full_like(parameter, 3.0) for parameter in of]
         engine.begin_forward(True)
@@ -607,24 +511,6 @@ def sharded_gradients_follow_backward_and_parameters_the_step(casts: bool, adds_
         for bucket in range(len(plan)):
             engine.await_parameters(gather, bucket)
             expect(flats[bucket] * 1, 2 * total)
-
-
-def wires_of_sharded_gradients_are_not_given_out_before_the_sum_is_read(casts: bool) -> None:
-    """Nor is memory of gradients, when the caller drops them."""
-    own = stream()
-    of = a_matrix_and_a_vector(own)
-    engine = reducer(of, plan=[[1], [0]], wires="lent" if casts else "kept")
-    _, holders = sharded(engine, of, [[1], [0]], torch.float16 if casts else None)
-    with_zeros(of)
-    backward(engine, [times(parameter, 3) for parameter in of])
-    results = [holder.grad for bucket in holders for holder in bucket if holder.numel() > 0]
-    without_gradients(of)
-    del engine
-    others = somebody_elses_memory(own, (2048, 1024, 512, 320, 160, 16, 8) * 3)
-    torch.accelerator.synchronize()
-    for result in results:
-        expect_about(result, 3)
-    expect_nobody_writes_to(others)
 
 
 # ------------------------------------------------------------------------------------------------------------- the runs
