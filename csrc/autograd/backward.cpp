@@ -5,7 +5,6 @@
 
 #include <chrono>
 #include <cstddef>
-#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -105,11 +104,10 @@ void Backwards::let_last_end(std::mutex& held) const {
   constexpr auto patience = std::chrono::minutes(10);
   const auto begin = std::chrono::steady_clock::now();
   while (last_.runs()) {
-    TORCH_CHECK(
-        std::chrono::steady_clock::now() - begin < patience,
-        "fastddp: a forward was called while a backward of the same model ran in another thread, which has not ended "
-        "for ",
-        patience.count(), " minutes. If that one waits for this thread, call the model after backward.", see("FD014"));
+    TORCH_CHECK(std::chrono::steady_clock::now() - begin < patience,
+                "fastddp: a forward was called while a backward of the same model ran in another thread, which has not ended "
+                "for ",
+                patience.count(), " minutes. If that one waits for this thread, call the model after backward.", see("FD014"));
     const Unlocked unlocked(held);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

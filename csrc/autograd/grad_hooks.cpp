@@ -78,9 +78,7 @@ class BeforeNode : public torch::autograd::FunctionPreHook {
     return gradients;
   }
 
-  void compiled_args(torch::autograd::CompiledNodeArgs&) const override {
-    TORCH_CHECK(false, kNotCompiled, see("FD038"));
-  }
+  void compiled_args(torch::autograd::CompiledNodeArgs&) const override { TORCH_CHECK(false, kNotCompiled, see("FD038")); }
 
  private:
   std::function<void(const variable_list&)> call_;

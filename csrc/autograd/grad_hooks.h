@@ -21,11 +21,9 @@ class GradHooks {
   using BeforeGradient = std::function<void(size_t parameter, bool is_defined)>;
   using OnGradient = std::function<void(size_t parameter, const at::Tensor& incoming, bool exclusive)>;
 
-  GradHooks(const std::vector<at::Tensor>& parameters, const BeforeGradient& before_gradient,
-            const OnGradient& on_gradient);
+  GradHooks(const std::vector<at::Tensor>& parameters, const BeforeGradient& before_gradient, const OnGradient& on_gradient);
   ~GradHooks();
-  GradHooks(const GradHooks&) = delete;
-  GradHooks& operator=(const GradHooks&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(GradHooks);
 
   void remove();
   // Whether no other hooks run after autograd has accumulated a gradient.

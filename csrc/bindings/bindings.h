@@ -18,7 +18,6 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 void bind_kernels(py::module_& m);
 void bind_exchanges(py::module_& m);
-void bind_window(py::module_& m);
 void bind_watch(py::module_& m);
 
 // The format of that name; raises ValueError.

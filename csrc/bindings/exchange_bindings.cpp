@@ -13,8 +13,8 @@ namespace {
 
 using Groups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
 
-using AllocateInPython = std::function<OptionalTensor(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                                      int64_t bytes, c10::Device device)>;
+using AllocateInPython =
+    std::function<OptionalTensor(const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t bytes, c10::Device device)>;
 
 using Matrices = std::vector<std::pair<OptionalTensor, OptionalTensor>>;  // error, q
 
@@ -39,11 +39,9 @@ Seen look_at(PyObject* object) {
 }  // namespace
 
 void bind_exchanges(py::module_& m) {
-  m.def("view_of", &view_of, py::arg("wire"), py::arg("parameter"), py::arg("offset"), "csrc/bucket/gradient_memory.h",
-        no_gil);
+  m.def("view_of", &view_of, py::arg("wire"), py::arg("parameter"), py::arg("offset"), "csrc/bucket/gradient_memory.h", no_gil);
 
-  py::class_<Block8Errors, std::shared_ptr<Block8Errors>>(m, "Block8Errors",
-                                                          "What block8 has left out; csrc/codec/codec.h.")
+  py::class_<Block8Errors, std::shared_ptr<Block8Errors>>(m, "Block8Errors", "What block8 has left out; csrc/codec/codec.h.")
       .def(py::init<>())
       .def_property(
           "of_parameters",
@@ -66,23 +64,22 @@ void bind_exchanges(py::module_& m) {
           py::arg("wire") = py::none(), no_gil)
       .def_static(
           "block8",
-          [](const std::string& number, int64_t block, std::shared_ptr<Block8Errors> errors,
-             std::optional<uint64_t> seed, uint64_t first_window, uint64_t rank) {
+          [](const std::string& number, int64_t block, std::shared_ptr<Block8Errors> errors, std::optional<uint64_t> seed,
+             uint64_t first_window, uint64_t rank) {
             const Block8Options options{block8_of(number, block), seed, first_window, rank};
             return std::shared_ptr(make_block8(options, std::move(errors)));
           },
-          py::arg("number"), py::arg("block"), py::arg("errors"), py::kw_only(), py::arg("seed"),
-          py::arg("first_window"), py::arg("rank"), no_gil)
+          py::arg("number"), py::arg("block"), py::arg("errors"), py::kw_only(), py::arg("seed"), py::arg("first_window"),
+          py::arg("rank"), no_gil)
       .def_static(
           "low_rank",
-          [](const Matrices& of_parameters, const Matrices& of_buckets, bool error_feedback, bool warm_start,
-             double epsilon, uint64_t seed, uint64_t first_window, std::optional<c10::ScalarType> wire) {
-            const LowRankOptions options{error_feedback, warm_start, !of_buckets.empty(), epsilon, seed,
-                                         first_window,   wire};
+          [](const Matrices& of_parameters, const Matrices& of_buckets, bool error_feedback, bool warm_start, double epsilon,
+             uint64_t seed, uint64_t first_window, std::optional<c10::ScalarType> wire) {
+            const LowRankOptions options{error_feedback, warm_start, !of_buckets.empty(), epsilon, seed, first_window, wire};
             return std::shared_ptr(make_low_rank(options, {matrices(of_parameters), matrices(of_buckets)}));
           },
-          py::arg("of_parameters"), py::arg("of_buckets"), py::kw_only(), py::arg("error_feedback"),
-          py::arg("warm_start"), py::arg("epsilon"), py::arg("seed"), py::arg("first_window"), py::arg("wire"), no_gil);
+          py::arg("of_parameters"), py::arg("of_buckets"), py::kw_only(), py::arg("error_feedback"), py::arg("warm_start"),
+          py::arg("epsilon"), py::arg("seed"), py::arg("first_window"), py::arg("wire"), no_gil);
 
   py::class_<Lanes>(m, "Lanes", "Process groups of the same ranks; csrc/transport/lanes.h.")
       .def(py::init<Groups>(), py::arg("groups"))
@@ -111,13 +108,12 @@ void bind_exchanges(py::module_& m) {
              if (for_optimizer) units = {Block8::kLongestBlock, Block8::kLongestGroup};
              return std::make_shared<Sharding>(parameters, names, std::move(plan), ranks, rank, whole, units);
            }),
-           py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"),
-           py::arg("whole"), py::arg("for_optimizer") = false, no_gil)
+           py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"), py::arg("whole"),
+           py::arg("for_optimizer") = false, no_gil)
       .def_property_readonly("rank", &Sharding::rank)
       .def_property_readonly("spans", [](const Sharding& shards) { return as_tuples(shards.spans()); })
       .def(
-          "spans_of", [](const Sharding& shards, size_t bucket) { return as_tuples(shards.spans(bucket)); },
-          py::arg("bucket"))
+          "spans_of", [](const Sharding& shards, size_t bucket) { return as_tuples(shards.spans(bucket)); }, py::arg("bucket"))
       .def("offsets", &Sharding::offsets, py::arg("bucket"))
       .def("places", &Sharding::places, py::arg("bucket"))
       .def("length", &Sharding::length, py::arg("bucket"))
@@ -140,11 +136,10 @@ void bind_exchanges(py::module_& m) {
   py::class_<Gather, std::shared_ptr<Gather>>(m, "Gather", "Parameters go to all ranks; csrc/transport/gather.h.")
       .def(py::init([](Lanes lanes, const std::shared_ptr<Sharding>& sharding, size_t buckets,
                        std::shared_ptr<Interruption> interruption, size_t model) {
-             return destroyed_without_gil(std::make_unique<Gather>(
-                 std::move(lanes), sharding->device(), runs_of(sharding), buckets, std::move(interruption), model));
+             return destroyed_without_gil(std::make_unique<Gather>(std::move(lanes), sharding->device(), runs_of(sharding),
+                                                                   buckets, std::move(interruption), model));
            }),
-           py::arg("lanes"), py::arg("sharding"), py::arg("buckets"), py::arg("interruption"), py::arg("model") = 0,
-           no_gil)
+           py::arg("lanes"), py::arg("sharding"), py::arg("buckets"), py::arg("interruption"), py::arg("model") = 0, no_gil)
       .def("is_on_its_way", &Gather::is_on_its_way, py::arg("bucket"));
 
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", "How gradients travel; csrc/pipeline/exchange.h.")
@@ -160,8 +155,7 @@ void bind_exchanges(py::module_& m) {
           },
           py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("process_group"), py::arg("others"));
 
-  py::class_<Pipeline, Exchange, std::shared_ptr<Pipeline>>(m, "Pipeline",
-                                                            "A codec and transports; csrc/pipeline/pipeline.h.")
+  py::class_<Pipeline, Exchange, std::shared_ptr<Pipeline>>(m, "Pipeline", "A codec and transports; csrc/pipeline/pipeline.h.")
       .def(py::init([](std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport) {
              return destroyed_without_gil(std::make_unique<Pipeline>(std::move(codec), std::move(transport)));
            }),
@@ -181,8 +175,8 @@ void bind_exchanges(py::module_& m) {
           },
           py::arg("whole"), py::arg("sharding"), no_gil);
 
-  py::class_<RegisteredMemory, std::shared_ptr<RegisteredMemory>>(
-      m, "RegisteredMemory", "Where wires come from; csrc/transport/registered_memory.h.")
+  py::class_<RegisteredMemory, std::shared_ptr<RegisteredMemory>>(m, "RegisteredMemory",
+                                                                  "Where wires come from; csrc/transport/registered_memory.h.")
       .def(py::init([](AllocateInPython allocate, bool symmetric) {
              const auto call = [allocate = std::move(allocate)](const auto&... arguments) {
                return allocate(arguments...).value_or(at::Tensor());

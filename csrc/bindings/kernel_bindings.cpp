@@ -3,7 +3,6 @@
 #include "audit/digests.h"
 #include "bindings/bindings.h"
 #include "block8/tables.h"
-#include "device/busy.h"
 #include "device/compiled_kernels.h"
 #include "low_rank/tables.h"
 #include "pack/address_table.h"
@@ -16,12 +15,11 @@ using OptionalTensors = std::vector<std::optional<at::Tensor>>;
 using Tensors = std::vector<at::Tensor>;
 
 std::vector<Slot> slots(const OptionalTensors& gradients, const Tensors& views) {
-  TORCH_CHECK_VALUE(gradients.size() == views.size(), "fastddp: ", gradients.size(), " gradients for ", views.size(),
-                    " views");
+  TORCH_CHECK_VALUE(gradients.size() == views.size(), "fastddp: ", gradients.size(), " gradients for ", views.size(), " views");
   std::vector<Slot> result;
   for (size_t i = 0; i < views.size(); ++i) {
-    TORCH_CHECK_VALUE(!gradients[i] || gradients[i]->sizes() == views[i].sizes(), "fastddp: gradient ", i,
-                      " has the shape ", gradients[i]->sizes(), ", but its view of the wire ", views[i].sizes());
+    TORCH_CHECK_VALUE(!gradients[i] || gradients[i]->sizes() == views[i].sizes(), "fastddp: gradient ", i, " has the shape ",
+                      gradients[i]->sizes(), ", but its view of the wire ", views[i].sizes());
     result.push_back({gradients[i].value_or(at::Tensor()), views[i], i});
   }
   return result;
@@ -62,8 +60,7 @@ std::tuple<std::map<std::string, Words>, std::optional<c10::ScalarType>, std::op
 using GivenMatrix = std::tuple<OptionalTensor, OptionalTensor, at::Tensor, at::Tensor>;  // gradient, memory, p, q
 
 // `before`: by matrix; without: the memory.
-std::vector<LowRankMatrix> low_rank_matrices(const std::vector<GivenMatrix>& given,
-                                             const OptionalTensors& before = {}) {
+std::vector<LowRankMatrix> low_rank_matrices(const std::vector<GivenMatrix>& given, const OptionalTensors& before = {}) {
   std::vector<LowRankMatrix> result;
   for (const auto& [gradient, memory, p, q] : given) {
     const auto none = at::Tensor();
@@ -109,11 +106,9 @@ void bind_kernels(py::module_& m) {
       .def(py::init<>())
       .def(
           "of",
-          [](Digests& digests, const std::vector<std::tuple<OptionalTensor, int64_t, int64_t>>& slices,
-             c10::Device device) {
+          [](Digests& digests, const std::vector<std::tuple<OptionalTensor, int64_t, int64_t>>& slices, c10::Device device) {
             std::vector<Slice> given;
-            for (const auto& [tensor, begin, end] : slices)
-              given.push_back({tensor.value_or(at::Tensor()), begin, end});
+            for (const auto& [tensor, begin, end] : slices) given.push_back({tensor.value_or(at::Tensor()), begin, end});
             return digests.of(given, device);
           },
           py::arg("slices"), py::arg("device"), no_gil);
@@ -123,10 +118,9 @@ void bind_kernels(py::module_& m) {
       .def_property_readonly("launches", &CallsKernels::launches)
       .def_property_readonly("uploads", &CallsKernels::uploads);
 
-  py::class_<Kernels, CallsKernels>(m, "Kernels",
-                                    "Moves gradients to a wire and back, as the reducer does for one bucket.")
-      .def(py::init([](c10::Device device, bool trial) { return make_kernels(device, purpose(trial)); }),
-           py::arg("device"), py::arg("trial") = false)
+  py::class_<Kernels, CallsKernels>(m, "Kernels", "Moves gradients to a wire and back, as the reducer does for one bucket.")
+      .def(py::init([](c10::Device device, bool trial) { return make_kernels(device, purpose(trial)); }), py::arg("device"),
+           py::arg("trial") = false)
       .def_static("of_operators", &make_aten_kernels, "Those made of torch's operators.")
       .def(
           "pack",
@@ -164,18 +158,19 @@ void bind_kernels(py::module_& m) {
           py::arg("gradients"), py::arg("views"), py::arg("measuring") = false, no_gil,
           "gradient = cast(view) for each pair whose gradient is not None; returns what measure() would, if asked and able.")
       .def(
-          "measure", [](Kernels& kernels, const at::Tensor& wire) { return add_up(kernels.measure(wire)); },
-          py::arg("wire"), no_gil, "fp64 pair: the sum of squares, and the number of elements that are not finite.");
+          "measure", [](Kernels& kernels, const at::Tensor& wire) { return add_up(kernels.measure(wire)); }, py::arg("wire"),
+          no_gil, "fp64 pair: the sum of squares, and the number of elements that are not finite.");
 
-  py::class_<LowRankKernels, CallsKernels>(
-      m, "LowRankKernels", "PowerSGD's kernels, over (gradient, memory, p, q); csrc/low_rank/kernels.h.")
+  py::class_<LowRankKernels, CallsKernels>(m, "LowRankKernels",
+                                           "PowerSGD's kernels, over (gradient, memory, p, q); csrc/low_rank/kernels.h.")
       .def(py::init([](c10::Device device, bool trial) { return make_low_rank_kernels(device, purpose(trial)); }),
            py::arg("device"), py::arg("trial") = false)
       .def_static("of_operators", &make_aten_low_rank_kernels, "Those made of torch's operators.")
       .def(
           "compress",
-          [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices, double scale,
-             const OptionalTensors& before) { kernels.compress(low_rank_matrices(matrices, before), scale); },
+          [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices, double scale, const OptionalTensors& before) {
+            kernels.compress(low_rank_matrices(matrices, before), scale);
+          },
           py::arg("matrices"), py::arg("scale") = 1.0, py::arg("before") = OptionalTensors(), no_gil,
           "`before`: the errors so far, by matrix; none: those in memory.")
       .def(
@@ -192,12 +187,13 @@ void bind_kernels(py::module_& m) {
           py::arg("matrices"), no_gil)
       .def(
           "orthogonalise",
-          [](LowRankKernels& kernels, const std::vector<at::Tensor>& bases, double epsilon,
-             std::optional<uint64_t> refill) { kernels.orthogonalise(numbered(bases), epsilon, refill); },
+          [](LowRankKernels& kernels, const std::vector<at::Tensor>& bases, double epsilon, std::optional<uint64_t> refill) {
+            kernels.orthogonalise(numbered(bases), epsilon, refill);
+          },
           py::arg("bases"), py::arg("epsilon") = 0.0, py::arg("refill") = py::none(), no_gil);
 
-  py::class_<Block8Kernels, CallsKernels>(
-      m, "Block8Kernels", "Gradients as numbers of 8 bits, (gradient, first block); csrc/block8/kernels.h.")
+  py::class_<Block8Kernels, CallsKernels>(m, "Block8Kernels",
+                                          "Gradients as numbers of 8 bits, (gradient, first block); csrc/block8/kernels.h.")
       .def(py::init([](const std::string& number, int64_t block, c10::Device device, bool trial) {
              return make_block8_kernels(block8_of(number, block), device, purpose(trial));
            }),
@@ -228,8 +224,8 @@ void bind_kernels(py::module_& m) {
              std::optional<uint64_t> key, int64_t first_element) {
             kernels.add(shards, target, error.value_or(at::Tensor()), rounding(key), first_element);
           },
-          py::arg("shards"), py::arg("target"), py::arg("error"), py::arg("key") = py::none(),
-          py::arg("first_element") = 0, no_gil)
+          py::arg("shards"), py::arg("target"), py::arg("error"), py::arg("key") = py::none(), py::arg("first_element") = 0,
+          no_gil)
       .def(
           "decode",
           [](Block8Kernels& kernels, const Blocked& gradients, const at::Tensor& wire) {
@@ -238,8 +234,8 @@ void bind_kernels(py::module_& m) {
           py::arg("gradients"), py::arg("wire"), no_gil);
 
   // The tables that launchers make: for tests of the kernels that read them.
-  m.def("pack_tables", &pack_tables, py::arg("gradients"), py::arg("views"), py::arg("chunk_elements"),
-        py::arg("writable"), no_gil);
+  m.def("pack_tables", &pack_tables, py::arg("gradients"), py::arg("views"), py::arg("chunk_elements"), py::arg("writable"),
+        no_gil);
   m.def(
       "low_rank_tables",
       [](const std::vector<GivenMatrix>& given, int64_t rows, int64_t columns, int64_t step, int64_t elements,
@@ -280,24 +276,18 @@ void bind_kernels(py::module_& m) {
       py::arg("device"), no_gil, "Compute capability without the dot; None where there is no CUDA driver.");
   m.def(
       "sum_shards",
-      [](const at::Tensor& shards, const at::Tensor& target, bool trial) {
-        sum_shards(shards, target, purpose(trial));
-      },
+      [](const at::Tensor& shards, const at::Tensor& target, bool trial) { sum_shards(shards, target, purpose(trial)); },
       py::arg("shards"), py::arg("target"), py::arg("trial") = false, no_gil,
       "target = the rows of shards, of 16 bits, added up in fp32 in their order and rounded once.");
   m.def("sum_shards_with_operators", &sum_shards_with_operators, py::arg("shards"), py::arg("target"), no_gil,
         "The same by torch's operators.");
-  m.def("keep_busy", &keep_busy, py::arg("device"), py::arg("seconds"), no_gil,
-        "Gives the current stream of a device something to do for about so long; csrc/device/busy.h.");
   py::enum_<Trust>(m, "Trust", "Whether a kernel is used; csrc/device/compiled_kernels.h.")
       .value("untried", Trust::untried)
       .value("proven", Trust::proven)
       .value("given_up", Trust::given_up);
   m.def(
       "has_kernel",
-      [](c10::Device device, const std::string& name) {
-        return find_kernel(device, name, Purpose::training) != nullptr;
-      },
+      [](c10::Device device, const std::string& name) { return find_kernel(device, name, Purpose::training) != nullptr; },
       py::arg("device"), py::arg("name"), no_gil, "Whether it is loaded and proven.");
   m.def("trust_in_kernel", &trust_in, py::arg("device"), py::arg("name"), no_gil,
         "None if it has neither been loaded nor given up.");
@@ -320,18 +310,16 @@ void bind_kernels(py::module_& m) {
       "Device, name, place and reason of each.");
   m.def(
       "load_kernel",
-      [](c10::Device device, std::string name, const py::bytes& cubin, unsigned warps, unsigned shared_bytes,
-         size_t parameters, size_t scratch, std::vector<int64_t> tile, std::string place, Trust trust) {
+      [](c10::Device device, std::string name, const py::bytes& cubin, unsigned warps, unsigned shared_bytes, size_t parameters,
+         size_t scratch, std::vector<int64_t> tile, std::string place, Trust trust) {
         const CompiledKernel kernel{std::move(name), cubin, warps, shared_bytes, parameters, scratch, std::move(tile)};
         const py::gil_scoped_release release;
         load_kernel(device, kernel, std::move(place), trust);
       },
-      py::arg("device"), py::arg("name"), py::arg("cubin"), py::arg("warps"), py::arg("shared_bytes"),
-      py::arg("parameters"), py::arg("scratch_parameters"), py::arg("tile"), py::arg("place") = "",
-      py::arg("trust") = Trust::untried);
+      py::arg("device"), py::arg("name"), py::arg("cubin"), py::arg("warps"), py::arg("shared_bytes"), py::arg("parameters"),
+      py::arg("scratch_parameters"), py::arg("tile"), py::arg("place") = "", py::arg("trust") = Trust::untried);
   m.def(
-      "use_driver",
-      [](const c10::Device& device, const std::string& library) { CudaDriver::use(device.type(), library); },
+      "use_driver", [](const c10::Device& device, const std::string& library) { CudaDriver::use(device.type(), library); },
       py::arg("device"), py::arg("library"), no_gil, "Make a library the CUDA driver of a kind of device.");
 }
 

@@ -43,8 +43,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("is_capturing", &is_capturing, py::arg("device"), "csrc/device/cuda_driver.h", no_gil);
 
-  bind_window(m);
   bind_watch(m);
+
+  py::enum_<Expect>(m, "Expect", "Which gradients a window waits for; csrc/window/window.h.")
+      .value("all", Expect::all)
+      .value("as_last", Expect::as_last)
+      .value("as_first", Expect::as_first);
 
   py::enum_<Weighting::Kind>(m, "Weighting", "What a rank's gradients count; csrc/transport/weighting.h.")
       .value("mean", Weighting::Kind::mean)
@@ -71,36 +75,52 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("is_over", &SampledStep::is_over, no_gil)
       .def("times", &SampledStep::times, no_gil);
 
-  py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
+  py::class_<Reducer, std::shared_ptr<Reducer>> reducer(m, "Reducer");
+  const auto def = [&](const char* name, const auto& call, const auto&... arguments) {
+    reducer.def(name, call, arguments..., no_gil);
+  };
+  def("main_gradients", [](Reducer& reducer) { return reducer.buckets()->main_gradients(); });
+  def("begin_module", [](Reducer& reducer) { reducer.observer()->module_begins(); });
+  def("end_forward", [](Reducer& reducer) { reducer.observer()->forward_ends(); });
+  def("arrival_order", [](Reducer& reducer) { return reducer.window()->arrival_order(); });
+  def("ready_times", [](Reducer& reducer) { return reducer.observer()->ready_times().seconds(); });
+  def("knows_usage", [](Reducer& reducer) { return reducer.window()->knows_first(); });
+  def("used_parameters", [](Reducer& reducer) { return reducer.window()->ever_used(); });
+  def("local_sums", [](Reducer& reducer) { return reducer.local_gradients()->read(); });
+  def("synchronised_not_finite", [](Reducer& reducer) { return reducer.local_gradients()->synchronised(); });
+  def("sampled", [](Reducer& reducer) { return reducer.observer()->sampler().last(); });
+  def(
+      "set_weighting", [](Reducer& reducer, Weighting::Kind kind, double share) { reducer.set_weighting({kind, share}); },
+      py::arg("kind"), py::arg("share") = 0.0);
+  def(
+      "record_ready_times", [](Reducer& reducer, bool recording) { reducer.observer()->ready_times().record(recording); },
+      py::arg("recording"));
+  def(
+      "watch_local_gradients", [](Reducer& reducer, bool watching) { reducer.local_gradients()->watch(watching); },
+      py::arg("watching"));
+  def(
+      "too_large", [](Reducer& reducer, size_t parameter) { return reducer.local_gradients()->too_large(parameter); },
+      py::arg("parameter"));
+  reducer
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
                        std::vector<std::vector<size_t>> plan, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                        bool gradient_as_bucket_view, Expect expect, std::vector<size_t> sparse,
                        std::optional<c10::ScalarType> gradient_dtype, bool in_main_grad, bool lends_wires) {
              return destroyed_without_gil(std::make_unique<Reducer>(
                  std::move(parameters), std::move(names), std::move(plan), std::move(process_group),
-                 GradientForm{gradient_as_bucket_view, gradient_dtype, in_main_grad, lends_wires}, expect,
-                 std::move(sparse)));
+                 GradientForm{gradient_as_bucket_view, gradient_dtype, in_main_grad, lends_wires}, expect, std::move(sparse)));
            }),
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("process_group"),
-           py::arg("gradient_as_bucket_view"), py::arg("expect") = Expect::all,
-           py::arg("sparse") = std::vector<size_t>(), py::arg("gradient_dtype") = std::nullopt,
-           py::arg("in_main_grad") = false, py::arg("lends_wires") = false, no_gil)
-      .def(
-          "main_gradients", [](Reducer& reducer) { return reducer.buckets()->main_gradients(); }, no_gil)
-      .def("begin_forward", torch::wrap_pybind_function_no_gil([](Reducer& reducer, bool grad_enabled) {
-             reducer.begin_forward(grad_enabled);
-           }),
+           py::arg("gradient_as_bucket_view"), py::arg("expect") = Expect::all, py::arg("sparse") = std::vector<size_t>(),
+           py::arg("gradient_dtype") = std::nullopt, py::arg("in_main_grad") = false, py::arg("lends_wires") = false, no_gil)
+      .def("begin_forward",
+           torch::wrap_pybind_function_no_gil([](Reducer& reducer, bool grad_enabled) { reducer.begin_forward(grad_enabled); }),
            py::arg("grad_enabled"))
       .def("arm", &Reducer::arm, py::arg("outputs") = std::vector<at::Tensor>(), no_gil)
       .def_property_readonly("interruption", py::cpp_function(&Reducer::interruption, no_gil))
-      .def(
-          "begin_module", [](Reducer& reducer) { reducer.observer()->module_begins(); }, no_gil)
-      .def(
-          "end_forward", [](Reducer& reducer) { reducer.observer()->forward_ends(); }, no_gil)
       .def("note_optimizer", &Reducer::note_optimizer, py::arg("begins"), no_gil)
       .def("note_loss_scale", &Reducer::note_loss_scale, py::arg("scale"), no_gil)
-      .def("send_parameters", &Reducer::send_parameters, py::arg("gather"), py::arg("bucket"), py::arg("memory"),
-           no_gil)
+      .def("send_parameters", &Reducer::send_parameters, py::arg("gather"), py::arg("bucket"), py::arg("memory"), no_gil)
       .def("await_parameters", &Reducer::await_parameters, py::arg("gather"), py::arg("bucket"), no_gil)
       .def(
           "discard_step",
@@ -112,10 +132,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("give_up", &Reducer::give_up, no_gil)
       .def("repair_if_failed", &Reducer::repair_if_failed, no_gil)
       .def("shadow_window", &Reducer::shadow_window, no_gil)
-      .def(
-          "set_weighting",
-          [](Reducer& reducer, Weighting::Kind kind, double share) { reducer.set_weighting({kind, share}); },
-          py::arg("kind"), py::arg("share") = 0.0, no_gil)
       .def(
           "on_averaged",
           [](Reducer& reducer, py::object callback) {
@@ -138,22 +154,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("callback"))
       .def_property_readonly("progress",
                              py::cpp_function([](Reducer& reducer) { return reducer.observer()->progress(); }, no_gil))
-      .def_property_readonly(
-          "device_progress",
-          py::cpp_function([](Reducer& reducer) { return reducer.observer()->device_progress(); }, no_gil))
-      .def(
-          "arrival_order", [](Reducer& reducer) { return reducer.window()->arrival_order(); }, no_gil)
-      .def(
-          "record_ready_times",
-          [](Reducer& reducer, bool recording) { reducer.observer()->ready_times().record(recording); },
-          py::arg("recording"), no_gil)
-      .def(
-          "ready_times", [](Reducer& reducer) { return reducer.observer()->ready_times().seconds(); }, no_gil)
+      .def_property_readonly("device_progress",
+                             py::cpp_function([](Reducer& reducer) { return reducer.observer()->device_progress(); }, no_gil))
       .def("set_expect", &Reducer::set_expect, py::arg("expect"), no_gil)
-      .def(
-          "knows_usage", [](Reducer& reducer) { return reducer.window()->knows_first(); }, no_gil)
-      .def(
-          "used_parameters", [](Reducer& reducer) { return reducer.window()->ever_used(); }, no_gil)
       .def("share_order", &Reducer::share_order, no_gil)
       .def("set_model_number", &Reducer::set_model_number, py::arg("number"), no_gil)
       .def("fix_usage", &Reducer::fix_usage, no_gil)
@@ -162,17 +165,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("remove_hooks", &Reducer::remove_hooks, no_gil)
       .def("windows", &Reducer::windows, no_gil)
       .def("measure", &Reducer::measure, no_gil)
-      .def(
-          "watch_local_gradients", [](Reducer& reducer, bool watching) { reducer.local_gradients()->watch(watching); },
-          py::arg("watching"), no_gil)
-      .def(
-          "local_sums", [](Reducer& reducer) { return reducer.local_gradients()->read(); }, no_gil)
-      .def(
-          "too_large",
-          [](Reducer& reducer, size_t parameter) { return reducer.local_gradients()->too_large(parameter); },
-          py::arg("parameter"), no_gil)
-      .def(
-          "synchronised_not_finite", [](Reducer& reducer) { return reducer.local_gradients()->synchronised(); }, no_gil)
       .def(
           "take_not_finite",
           [](Reducer& reducer) -> std::optional<std::tuple<size_t, bool, bool>> {
@@ -183,12 +175,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           no_gil)
       .def(
           "sample_every",
-          [](Reducer& reducer, size_t windows, size_t first) {
-            reducer.observer()->sampler().set_every(windows, first);
-          },
+          [](Reducer& reducer, size_t windows, size_t first) { reducer.observer()->sampler().set_every(windows, first); },
           py::arg("windows"), py::arg("first"), no_gil)
-      .def(
-          "sampled", [](Reducer& reducer) { return reducer.observer()->sampler().last(); }, no_gil)
       .def("forget_sums", &Reducer::forget_sums, no_gil)
       .def("never_averaged", &Reducer::never_averaged, no_gil)
       .def("averaged", &Reducer::averaged, no_gil)
@@ -204,8 +192,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             return gradients;
           },
           no_gil)
-      .def("become_sharded", &Reducer::become_sharded, py::arg("sharding"), py::arg("holders"), py::arg("notices"),
-           no_gil)
+      .def("become_sharded", &Reducer::become_sharded, py::arg("sharding"), py::arg("holders"), py::arg("notices"), no_gil)
       .def("set_exchange", &Reducer::set_exchange, py::arg("exchange"), no_gil)
       .def("use_memory", &Reducer::use_memory, py::arg("memory"), no_gil)
       .def("failure", &Reducer::failure, no_gil)

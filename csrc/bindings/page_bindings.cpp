@@ -72,8 +72,7 @@ PYBIND11_MODULE(_pages, m) {
       .def("missing", py::overload_cast<size_t>(&Snapshot::missing, py::const_), py::arg("bucket"));
 
   m.def("read_page", py::overload_cast<const std::string&>(&read_page), py::arg("path"), no_gil);
-  m.def(
-      "life_of_owner", [](const std::string& path) { return to_string(life_of_owner(path)); }, py::arg("path"), no_gil);
+  m.def("life_of_owner", [](const std::string& path) { return to_string(life_of_owner(path)); }, py::arg("path"), no_gil);
   m.def("shared_pages", &shared_pages, py::arg("pid") = 0, no_gil);
   m.def("remove_left_pages", &remove_left_pages, no_gil);
   m.def("remove_page", &remove_page, py::arg("path"), no_gil);

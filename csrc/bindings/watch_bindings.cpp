@@ -103,8 +103,7 @@ void bind_watch(py::module_& m) {
   py::module_::import("fastddp._pages");  // has Snapshot
 
   py::class_<Progress, std::shared_ptr<Progress>>(m, "Progress", "A rank's page; csrc/observe/progress.h.")
-      .def(py::init<const std::vector<std::string>&, int, int>(), py::arg("parameters"), py::arg("rank"),
-           py::arg("ranks"))
+      .def(py::init<const std::vector<std::string>&, int, int>(), py::arg("parameters"), py::arg("rank"), py::arg("ranks"))
       .def_property_readonly("path", &Progress::path)
       .def("belongs_to", &Progress::belongs_to, py::arg("job"), py::arg("script") = "")
       .def("fails_for_others", &Progress::fails_for_others)
@@ -157,8 +156,7 @@ void bind_watch(py::module_& m) {
       },
       py::arg("records"), py::arg("ranks"), no_gil);
   m.def(
-      "record_of",
-      [](const Progress& progress, double still) { return encode(record_of(progress.read(), Life::runs, still)); },
+      "record_of", [](const Progress& progress, double still) { return encode(record_of(progress.read(), Life::runs, still)); },
       py::arg("progress"), py::arg("still"), no_gil);
 
   py::class_<StallWatch, std::shared_ptr<StallWatch>>(m, "StallWatch", "csrc/watch/stall_watch.h.")
@@ -167,15 +165,14 @@ void bind_watch(py::module_& m) {
                        std::shared_ptr<DeviceProgress> device, std::shared_ptr<Interruption> waits, Libraries libraries,
                        double idle_patience) {
              auto stack = [libraries = std::move(libraries)] { return in_lines(calls_without_gil(), libraries); };
-             return destroyed_without_gil(std::make_unique<StallWatch>(
-                 std::move(progress), std::move(store), std::move(key), job,
-                 StallWatch::Settings{patience, idle_patience, prints, std::move(raises), std::move(device),
-                                      std::move(waits), std::move(stack)}));
+             return destroyed_without_gil(
+                 std::make_unique<StallWatch>(std::move(progress), std::move(store), std::move(key), job,
+                                              StallWatch::Settings{patience, idle_patience, prints, std::move(raises),
+                                                                   std::move(device), std::move(waits), std::move(stack)}));
            }),
-           py::arg("progress"), py::arg("store"), py::arg("key"), py::arg("job"), py::arg("patience"),
-           py::arg("prints"), py::arg("raises") = nullptr, py::arg("device") = nullptr, py::arg("waits") = nullptr,
-           py::arg("libraries") = Libraries{}, py::arg("idle_patience") = std::numeric_limits<double>::infinity(),
-           no_gil)
+           py::arg("progress"), py::arg("store"), py::arg("key"), py::arg("job"), py::arg("patience"), py::arg("prints"),
+           py::arg("raises") = nullptr, py::arg("device") = nullptr, py::arg("waits") = nullptr,
+           py::arg("libraries") = Libraries{}, py::arg("idle_patience") = std::numeric_limits<double>::infinity(), no_gil)
       .def("wants_stack", [](StallWatch& watch) { return watch.stack().is_wanted(); })
       .def(
           "give_stack", [](StallWatch& watch, std::vector<std::string> lines) { watch.stack().give(std::move(lines)); },

@@ -67,16 +67,15 @@ class Block8Kernels : public CallsKernels {
 
   // y = 0 plus the values of `shards` (parts of wires) in their order, in fp32; target = y as above; error += y - value, except
   // in a block that is not finite. `target` may be one of the shards. For `rounding`, elements count from `first_element`.
-  virtual void add(const std::vector<at::Tensor>& shards, const at::Tensor& target, const at::Tensor& error,
-                   Rounding rounding, int64_t first_element) = 0;
+  virtual void add(const std::vector<at::Tensor>& shards, const at::Tensor& target, const at::Tensor& error, Rounding rounding,
+                   int64_t first_element) = 0;
 
   // gradient = value, rounded to its dtype. Returns the same as Kernels::measure() would for the gradients.
   virtual at::Tensor decode(const std::vector<BlockedGradient>& gradients, const at::Tensor& wire) = 0;
 };
 
 // The kernels that fit the device, as make_kernels().
-std::unique_ptr<Block8Kernels> make_block8_kernels(Block8 format, c10::Device device,
-                                                   Purpose purpose = Purpose::training);
+std::unique_ptr<Block8Kernels> make_block8_kernels(Block8 format, c10::Device device, Purpose purpose = Purpose::training);
 
 // One pass each, over at::parallel_for, with the processor's widest vectors of at most so many bits.
 std::unique_ptr<Block8Kernels> make_cpu_block8_kernels(Block8 format, int64_t most_vector_bits = 512);

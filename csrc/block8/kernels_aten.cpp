@@ -32,9 +32,7 @@ class AtenBlock8Kernels : public Block8Kernels {
     for (const auto& of : gradients) {
       auto y = in_blocks(of.gradient) * static_cast<float>(scale);
       const auto begin = of.first_block, count = y.size(0);
-      const auto of_these = [&](const at::Tensor& all) {
-        return all.view({-1, format_.block}).narrow(0, begin, count);
-      };
+      const auto of_these = [&](const at::Tensor& all) { return all.view({-1, format_.block}).narrow(0, begin, count); };
       if (before.defined()) y = y + of_these(before);
       const auto left = write(y, wire, begin, rounding, begin * format_.block);
       if (error.defined()) of_these(error).copy_(left);
@@ -75,9 +73,8 @@ class AtenBlock8Kernels : public Block8Kernels {
     const auto groups = wire.view({-1, format_.group_bytes()});
     constexpr auto scale_bytes = Block8::kBlocks * static_cast<int64_t>(sizeof(float));
     const auto scales = groups.narrow(1, 0, scale_bytes).view(at::kFloat);
-    return {
-        scales,
-        groups.narrow(1, scale_bytes, Block8::kBlocks * format_.block).unflatten(1, {Block8::kBlocks, format_.block})};
+    return {scales,
+            groups.narrow(1, scale_bytes, Block8::kBlocks * format_.block).unflatten(1, {Block8::kBlocks, format_.block})};
   }
 
   // The indices of blocks [begin, begin + count) in a tensor [groups, 4].
@@ -93,8 +90,7 @@ class AtenBlock8Kernels : public Block8Kernels {
   }
 
   // Returns the rounding error: 0 in a block that is not finite.
-  at::Tensor write(const at::Tensor& y, const at::Tensor& wire, int64_t begin, Rounding rounding,
-                   int64_t first_element) const {
+  at::Tensor write(const at::Tensor& y, const at::Tensor& wire, int64_t begin, Rounding rounding, int64_t first_element) const {
     const auto magnitude = std::get<0>(y.abs().max(1, /*keepdim=*/true));
     const auto is_finite = magnitude <= 0x1p127f;
     const auto is_zero = magnitude < 0x1p-100f;

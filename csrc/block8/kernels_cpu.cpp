@@ -47,8 +47,7 @@ void for_gradient_dtype(const at::Tensor& gradient, const Function& function) {
     case at::kBFloat16:
       return function(c10::BFloat16());
     default:
-      TORCH_CHECK_TYPE(false, "fastddp: 8 bits are made of gradients of fp32, fp16 or bf16, not of ",
-                       gradient.scalar_type());
+      TORCH_CHECK_TYPE(false, "fastddp: 8 bits are made of gradients of fp32, fp16 or bf16, not of ", gradient.scalar_type());
   }
 }
 
@@ -70,9 +69,8 @@ class CpuBlock8Kernels : public Block8Kernels {
       if (old != own) fetch_soon(reinterpret_cast<const uint8_t*>(old), format_.block * 4);
       const auto most = loops_.add_error(gradient, old, static_cast<float>(scale), y, format_.block);
       const auto first = static_cast<uint32_t>(block * format_.block);
-      const auto of_block =
-          loops_.encode(y, most, own == nullptr ? lost : own, places_.bytes(bytes, block), format_.block,
-                        /*adds=*/false, rounding, first);
+      const auto of_block = loops_.encode(y, most, own == nullptr ? lost : own, places_.bytes(bytes, block), format_.block,
+                                          /*adds=*/false, rounding, first);
       std::memcpy(places_.scale_at(bytes, block), &of_block, sizeof(float));
     });
   }
@@ -93,8 +91,8 @@ class CpuBlock8Kernels : public Block8Kernels {
         const auto most = loops_.add(coded, sums, format_.block);
         auto* const own = errors == nullptr ? nullptr : errors + block * format_.block;
         const auto first = static_cast<uint32_t>(first_element + block * format_.block);
-        const auto of_block = loops_.encode(sums, most, own == nullptr ? lost : own, places_.bytes(bytes, block),
-                                            format_.block, /*adds=*/own != nullptr, rounding, first);
+        const auto of_block = loops_.encode(sums, most, own == nullptr ? lost : own, places_.bytes(bytes, block), format_.block,
+                                            /*adds=*/own != nullptr, rounding, first);
         std::memcpy(places_.scale_at(bytes, block), &of_block, sizeof(float));
       }
     });

@@ -67,8 +67,8 @@ class GpuBlock8Kernels : public Block8Kernels {
     launch_or_else(
         {kernel},
         [&] {
-          launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), pointer_or_null(before),
-                        pointer_or_null(error), tables.gradients, tables.runs, scale, key_of(rounding));
+          launcher_.run(*kernel, tables.programs, wire.const_data_ptr(), pointer_or_null(before), pointer_or_null(error),
+                        tables.gradients, tables.runs, scale, key_of(rounding));
         },
         [&] { otherwise_->encode(gradients, before, error, wire, scale, rounding); });
   }
@@ -158,8 +158,7 @@ class GpuBlock8Kernels : public Block8Kernels {
 }  // namespace
 
 std::unique_ptr<Block8Kernels> make_gpu_block8_kernels(Block8 format, c10::Device device, Purpose purpose) {
-  TORCH_CHECK_VALUE(device.has_index(), "fastddp: device '", device, "' has no index; name one, as in '", device,
-                    ":0'");
+  TORCH_CHECK_VALUE(device.has_index(), "fastddp: device '", device, "' has no index; name one, as in '", device, ":0'");
   return std::make_unique<GpuBlock8Kernels>(format, device, *CudaDriver::of(device.type()), purpose);
 }
 

@@ -116,8 +116,7 @@ constexpr BlockLoops loops_in_passes{
 
 #if defined(__x86_64__)
 template <typename Number, bool kStream, typename Value>
-FASTDDP_BYTES_AVX512 Measured decode_blocks_avx512(const CodedBlocks& blocks, Value* values, int64_t count,
-                                                   bool past_caches) {
+FASTDDP_BYTES_AVX512 Measured decode_blocks_avx512(const CodedBlocks& blocks, Value* values, int64_t count, bool past_caches) {
   Measured measured;
   auto squares = _mm512_setzero_ps();
   for (int64_t i = 0, begin = 0; begin < count; ++i, begin += blocks.elements()) {
@@ -142,10 +141,10 @@ Measured decode_at_once(const CodedBlocks& blocks, Value* values, int64_t count,
 }
 
 template <typename Number>
-constexpr BlockLoops loops_at_once{OfAvx512<Number>::add_error, OfAvx512<Number>::encode,
-                                   std::tuple{&decode_at_once<Number, float>, &decode_at_once<Number, c10::Half>,
-                                              &decode_at_once<Number, c10::BFloat16>},
-                                   add_avx512<Number>};
+constexpr BlockLoops loops_at_once{
+    OfAvx512<Number>::add_error, OfAvx512<Number>::encode,
+    std::tuple{&decode_at_once<Number, float>, &decode_at_once<Number, c10::Half>, &decode_at_once<Number, c10::BFloat16>},
+    add_avx512<Number>};
 #endif
 
 // With vectors of at most so many bits; 0: the baseline's vectors.

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -130,8 +129,7 @@ struct Float8 {
     const auto bits = std::bit_cast<int32_t>(x);
     const auto magnitude = smaller_magnitude(bits, kLargest);
     // Bits of powers of two. `power` is at most the magnitude, unless that is subnormal. `distance` is that of two neighbours.
-    constexpr auto of_exponent = std::bit_cast<int32_t>(std::numeric_limits<float>::infinity()), least = (128 - kBias)
-                                                                                                         << 23;
+    constexpr auto of_exponent = std::bit_cast<int32_t>(std::numeric_limits<float>::infinity()), least = (128 - kBias) << 23;
     const auto power = std::max(magnitude & of_exponent, least), distance = power - (kMantissa << 23);
     int32_t k;
     if constexpr (kStochastic) {
@@ -178,8 +176,8 @@ FASTDDP_INLINE int32_t add_error(const float* __restrict gradient, const float* 
 
 // error = y - value, or with kAdd, error += y - value.
 template <typename Number, bool kStochastic, bool kAdd>
-FASTDDP_INLINE float encode_block(const float* __restrict y, int32_t most, float* __restrict error,
-                                  uint8_t* __restrict bytes, int64_t count, uint64_t key, uint32_t first) {
+FASTDDP_INLINE float encode_block(const float* __restrict y, int32_t most, float* __restrict error, uint8_t* __restrict bytes,
+                                  int64_t count, uint64_t key, uint32_t first) {
   const auto magnitude = std::bit_cast<float>(most);
   const bool is_finite = magnitude <= kMostMagnitude;
   if (!is_finite || magnitude < kLeastMagnitude) {
@@ -202,8 +200,7 @@ FASTDDP_INLINE float encode_block(const float* __restrict y, int32_t most, float
 }
 
 template <typename Number>
-FASTDDP_INLINE void decode_block(const uint8_t* __restrict bytes, float scale, float* __restrict values,
-                                 int64_t count) {
+FASTDDP_INLINE void decode_block(const uint8_t* __restrict bytes, float scale, float* __restrict values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) values[i] = Number::value_of(bytes[i]) * scale;
 }
 

@@ -22,8 +22,7 @@
 namespace fastddp {
 
 inline bool has_bytes_avx512() {
-  static const bool supported =
-      has_avx512() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+  static const bool supported = has_avx512() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
   return supported;
 }
 
@@ -63,8 +62,7 @@ FASTDDP_BYTES_AVX512 inline Decoded decode64(const uint8_t* bytes, __m512 scale)
   const auto highest = _mm512_or_si512(unsigned_highest, _mm512_and_si512(all, _mm512_set1_epi8(-128)));
   const auto zero = _mm512_setzero_si512();
   const auto low = _mm512_unpacklo_epi8(second, highest), high = _mm512_unpackhi_epi8(second, highest);
-  const auto scaled = [&](__m512i bits)
-                          FASTDDP_BYTES_AVX512 { return _mm512_mul_ps(_mm512_castsi512_ps(bits), scale); };
+  const auto scaled = [&](__m512i bits) FASTDDP_BYTES_AVX512 { return _mm512_mul_ps(_mm512_castsi512_ps(bits), scale); };
   return {scaled(_mm512_unpacklo_epi16(zero, low)), scaled(_mm512_unpackhi_epi16(zero, low)),
           scaled(_mm512_unpacklo_epi16(zero, high)), scaled(_mm512_unpackhi_epi16(zero, high))};
 }
@@ -126,8 +124,7 @@ inline bool has_usual_numbers(float scale) {
 
 // `count` elements, a multiple of kDecoded, of a block with usual numbers. Returns `squares` plus those of the stored values.
 template <typename Number, bool kStream, typename Value>
-FASTDDP_BYTES_AVX512 inline __m512 decode_avx512(const CodedBlock& block, Value* values, int64_t count,
-                                                 __m512 squares) {
+FASTDDP_BYTES_AVX512 inline __m512 decode_avx512(const CodedBlock& block, Value* values, int64_t count, __m512 squares) {
   const auto scale = _mm512_set1_ps(block.scale);
   for (int64_t i = 0; i < count; i += kDecoded) {
     squares = store_rounded<kStream>(values + i, decode64<Number>(block.bytes + i, scale), squares);

@@ -3,8 +3,6 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/sub.h>
 
-#include <utility>
-
 #include "bucket/bucket_range.h"
 #include "bucket/own_shard.h"
 #include "errors/see.h"
@@ -51,9 +49,9 @@ void Bucket::check_gradient(size_t member, const at::Tensor& gradient) const {
               " got a sparse gradient, which is not supported; build its module with sparse=False, or exclude it with "
               "_set_params_and_buffers_to_ignore_for_model.",
               see("FD009"));
-  TORCH_CHECK(gradient.sizes() == like.sizes() && gradient.device() == like.device(),
-              "fastddp: the gradient of parameter ", name, " in bucket ", index(), " has shape ", gradient.sizes(),
-              " on ", gradient.device(), ", its parameter ", like.sizes(), " on ", like.device(),
+  TORCH_CHECK(gradient.sizes() == like.sizes() && gradient.device() == like.device(), "fastddp: the gradient of parameter ",
+              name, " in bucket ", index(), " has shape ", gradient.sizes(), " on ", gradient.device(), ", its parameter ",
+              like.sizes(), " on ", like.device(),
               ": was the parameter replaced or moved after the model was wrapped? Wrap it after such "
               "changes.",
               see("FD012"));
@@ -64,11 +62,6 @@ void Bucket::arrive(size_t member, bool exclusive) {
   check_gradient(member, gradient);
   window[member] = {.final = true, .exclusive = exclusive};
   if (gradient.defined() && !wire.has(gradient)) window.beside += gradient.nbytes();
-}
-
-void Bucket::leave_wire(size_t member) {
-  const auto& gradient = std::as_const(*this).held(member);
-  if (wire.has(gradient)) take_memory_of(gradient, layout.empty_gradient(member).copy_(gradient));
 }
 
 void Bucket::settle(size_t member, bool exclusive) {

@@ -91,7 +91,10 @@ class Bucket {
   // The member's gradient is final. `exclusive`: nobody but the parameter refers to its memory.
   void arrive(size_t member, bool exclusive);
   // Moves the gradient out of the wire, if it lives there, into memory of its own.
-  void leave_wire(size_t member);
+  void leave_wire(size_t member) {
+    const auto& gradient = std::as_const(*this).held(member);
+    if (wire.has(gradient)) take_memory_of(gradient, layout.empty_gradient(member).copy_(gradient));
+  }
   // Between the microbatches of a window: moves the gradient into the wire, if it may live there. The next microbatch is added to
   // it there. It must be `exclusive`, except with gradient_as_bucket_view and for main gradients. Note [Main gradients].
   void settle(size_t member, bool exclusive);
@@ -153,14 +156,22 @@ class Bucket {
   // The same for all members, after all producers.
   void measure_local();
   // `slots` are about to be packed. Returns where their kernel leaves its sums, or null.
-  LocalSums* sums_of_packed(const std::vector<Slot>& slots);
+  LocalSums* sums_of_packed(const std::vector<Slot>& slots) {
+    if (!local_sums) return nullptr;
+    for (const auto& slot : slots) window[slot.member].measured = true;
+    return &*local_sums;
+  }
   // Averaged gradients are no longer what the exchange wrote.
   void note_rewritten() {
     window.rewritten = true;
     window.measured.clear();
   }
   // `BucketWindow::measured`. If unpack has not seen all gradients, one kernel reads them from the wire, on the current stream.
-  const std::vector<at::Tensor>& measure();
+  const std::vector<at::Tensor>& measure() {
+    if (!wire.exists()) return measure_gradients();  // note [Lent wires]
+    if (window.measured.empty()) window.measured = {kernels->measure(wire.tensor())};
+    return window.measured;
+  }
   // The same, read from each gradient instead of the wire.
   const std::vector<at::Tensor>& measure_gradients();
 

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
 #include <sstream>
 #include <utility>
 
@@ -37,14 +36,14 @@ std::vector<size_t> Buckets::replace(Plan plan, const std::function<bool(size_t)
   for (size_t bucket = 0; bucket < plan.size(); ++bucket) {
     for (size_t member = 0; member < plan[bucket].size(); ++member) {
       const auto parameter = plan[bucket][member];
-      TORCH_CHECK(parameter < parameters_.size() && places[parameter].bucket == nowhere, "fastddp: parameter ",
-                  parameter, " of bucket ", bucket, " does not exist or is in two buckets of the plan");
+      TORCH_CHECK(parameter < parameters_.size() && places[parameter].bucket == nowhere, "fastddp: parameter ", parameter,
+                  " of bucket ", bucket, " does not exist or is in two buckets of the plan");
       places[parameter] = {bucket, member};
     }
   }
   for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
-    TORCH_CHECK(places[parameter].bucket != nowhere || may_be_missing(parameter) || is_sparse(parameter),
-                "fastddp: parameter ", names_[parameter], " is in no bucket of the plan");
+    TORCH_CHECK(places[parameter].bucket != nowhere || may_be_missing(parameter) || is_sparse(parameter), "fastddp: parameter ",
+                names_[parameter], " is in no bucket of the plan");
   }
   places_ = std::move(places);
   std::vector<size_t> movable;
@@ -110,18 +109,6 @@ std::string Buckets::describe(size_t parameter) const {
   if (has(parameter)) text << "bucket " << places_[parameter].bucket << ")";
   if (!has(parameter)) text << (is_sparse(parameter) ? "sparse)" : "in no bucket)");
   return text.str();
-}
-
-Bucket Buckets::make(size_t index, size_t count, const std::vector<size_t>& members, GradientForm form) const {
-  std::vector<at::Tensor> holders;
-  for (const auto parameter : members) holders.push_back(holders_[parameter]);
-  return {Layout(index, count, whole_members(members, parameters_, names_), form), std::move(holders)};
-}
-
-Bucket Buckets::make_another(size_t beyond, size_t count, const std::vector<size_t>& members) const {
-  auto form = form_;
-  form.as_bucket_view = false;
-  return make(buckets_.size() + beyond, buckets_.size() + count, members, form);
 }
 
 }  // namespace fastddp

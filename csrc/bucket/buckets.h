@@ -20,8 +20,7 @@ using Plan = std::vector<std::vector<size_t>>;
 class Buckets {
  public:
   // `sparse`: parameters whose gradients are sparse tensors and travel in no bucket.
-  Buckets(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<size_t> sparse,
-          GradientForm form);
+  Buckets(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<size_t> sparse, GradientForm form);
 
   // Replaces the buckets. Each parameter is in exactly one, or in none if it is sparse or `may_be_missing`. Returns the
   // parameters whose gradients lived in wires that are now gone, for move_in().
@@ -100,7 +99,11 @@ class Buckets {
   c10::Device device() const { return parameters_.front().device(); }
   const SideStreams& side_streams() const { return side_streams_; }
   // A bucket outside the plan: number `beyond` of `count` such buckets.
-  Bucket make_another(size_t beyond, size_t count, const std::vector<size_t>& members) const;
+  Bucket make_another(size_t beyond, size_t count, const std::vector<size_t>& members) const {
+    auto form = form_;
+    form.as_bucket_view = false;
+    return make(buckets_.size() + beyond, buckets_.size() + count, members, form);
+  }
 
  private:
   // Calls this function of the parameter's bucket, if it has one.
@@ -108,7 +111,11 @@ class Buckets {
   void tell(size_t parameter, void (Bucket::*function)(size_t, Arguments...), Arguments... arguments) {
     if (has(parameter)) (buckets_[place(parameter).bucket].*function)(place(parameter).member, arguments...);
   }
-  Bucket make(size_t index, size_t count, const std::vector<size_t>& members, GradientForm form) const;
+  Bucket make(size_t index, size_t count, const std::vector<size_t>& members, GradientForm form) const {
+    std::vector<at::Tensor> holders;
+    for (const auto parameter : members) holders.push_back(holders_[parameter]);
+    return {Layout(index, count, whole_members(members, parameters_, names_), form), std::move(holders)};
+  }
 
   const std::vector<at::Tensor> parameters_;
   const std::vector<at::Tensor> holders_;  // by parameter; bucket.h

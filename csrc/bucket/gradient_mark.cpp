@@ -20,12 +20,6 @@ bool GradientMark::is_untouched(const at::Tensor& gradient) const {
   return tensor_._unsafe_get_target() == gradient.unsafeGetTensorImpl() && version_ == version_of(gradient);
 }
 
-bool GradientMark::still_holds(const at::Tensor& gradient) const {
-  if (!gradient.defined()) return false;
-  const bool is_marked = tensor_._unsafe_get_target() != c10::UndefinedTensorImpl::singleton();
-  return !is_marked || is_untouched(gradient) || holds_anything(gradient);
-}
-
 bool holds_anything(const at::Tensor& gradient) {
   if (!gradient.defined()) return false;
   return gradient.is_sparse() ? gradient._nnz() > 0 : gradient.any().item<bool>();

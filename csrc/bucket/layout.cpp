@@ -1,8 +1,5 @@
 #include "bucket/layout.h"
 
-#include <numeric>
-#include <utility>
-
 #include "device/huge_pages.h"
 
 namespace fastddp {
@@ -52,11 +49,6 @@ void Layout::zero_gaps(const at::Tensor& wire) const {
 
 at::Tensor Layout::view(const at::Tensor& wire, size_t member) const {
   return view_of(wire, members_[member].like, offsets_[member]);
-}
-
-at::Tensor Layout::empty_gradient(size_t member) const {
-  const auto& like = members_[member].like;
-  return fastddp::empty_gradient(like, form_.dtype_of(like));
 }
 
 std::vector<Member> whole_members(const std::vector<size_t>& numbers, const std::vector<at::Tensor>& parameters,

@@ -109,7 +109,10 @@ class Layout {
   // The member's part of a tensor laid out like the wire.
   at::Tensor view(const at::Tensor& wire, size_t member) const;
   // Fresh memory for a gradient.
-  at::Tensor empty_gradient(size_t member) const;
+  at::Tensor empty_gradient(size_t member) const {
+    const auto& like = members_[member].like;
+    return fastddp::empty_gradient(like, form_.dtype_of(like));
+  }
 
  private:
   void place_members();

@@ -6,12 +6,6 @@
 
 namespace fastddp {
 
-LocalSums* Bucket::sums_of_packed(const std::vector<Slot>& slots) {
-  if (!local_sums) return nullptr;
-  for (const auto& slot : slots) window[slot.member].measured = true;
-  return &*local_sums;
-}
-
 void Bucket::measure_local(const std::vector<size_t>& members) {
   if (!local_sums) return;
   std::vector<Slot> slots;
@@ -33,12 +27,6 @@ void Bucket::measure_local() {
   std::vector<size_t> all(size());
   std::iota(all.begin(), all.end(), 0);
   measure_local(all);
-}
-
-const std::vector<at::Tensor>& Bucket::measure() {
-  if (!wire.exists()) return measure_gradients();  // note [Lent wires]
-  if (window.measured.empty()) window.measured = {kernels->measure(wire.tensor())};
-  return window.measured;
 }
 
 const std::vector<at::Tensor>& Bucket::measure_gradients() {

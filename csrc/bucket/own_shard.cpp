@@ -7,8 +7,7 @@
 
 namespace fastddp {
 
-OwnShard::OwnShard(const Sharding& sharding, size_t bucket, std::vector<at::Tensor> holders,
-                   std::vector<at::Tensor> notices)
+OwnShard::OwnShard(const Sharding& sharding, size_t bucket, std::vector<at::Tensor> holders, std::vector<at::Tensor> notices)
     : spans(sharding.make_bucket(bucket, std::move(holders))),
       run_(sharding.run(bucket)),
       offsets_(sharding.offsets(bucket)),
@@ -78,12 +77,6 @@ void OwnShard::finish(size_t member, at::Tensor& gradient) {
   spans.held(*span).add_(kept);
 }
 
-void OwnShard::finish(Bucket& bucket) {
-  for (size_t member = 0; member < bucket.size(); ++member) {
-    if (!bucket.window[member].has_placeholder()) finish(member, bucket.held(member));
-  }
-}
-
 void OwnShard::restore(size_t member, at::Tensor& gradient) {
   spans.note_rewritten();
   if (!taken_back_[member]) return;
@@ -114,11 +107,6 @@ void OwnShard::zero() {
   for (size_t span = 0; span < spans.size(); ++span) {
     if (spans.held(span).defined()) about_to_write(spans.held(span)).zero_();
   }
-}
-
-at::Tensor OwnShard::own_gradient(size_t member, const at::Tensor& gradient) const {
-  if (!gradient.defined() || !is_notice(member, gradient)) return gradient;
-  return span_of_[member] ? spans.held(*span_of_[member]) : at::Tensor();
 }
 
 }  // namespace fastddp

@@ -44,13 +44,20 @@ class OwnShard {
   // The span's gradient is this window's. Leaves the notice in `gradient`.
   void finish(size_t member, at::Tensor& gradient);
   // The same for all members without a placeholder.
-  void finish(Bucket& bucket);
+  void finish(Bucket& bucket) {
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      if (!bucket.window[member].has_placeholder()) finish(member, bucket.held(member));
+    }
+  }
   // The window has brought nothing for the member, on any rank.
   void restore(size_t member, at::Tensor& gradient);
   // Adds this rank's part of `whole`, which has all numbers of the bucket's member.
   void add(const Bucket& bucket, size_t member, const at::Tensor& whole);
   // The span's gradient, if `gradient` is the notice; else `gradient`. Undefined: the span is another rank's.
-  at::Tensor own_gradient(size_t member, const at::Tensor& gradient) const;
+  at::Tensor own_gradient(size_t member, const at::Tensor& gradient) const {
+    if (!gradient.defined() || !is_notice(member, gradient)) return gradient;
+    return span_of_[member] ? spans.held(*span_of_[member]) : at::Tensor();
+  }
   // A window has failed: gradients become zero.
   void zero();
 

@@ -3,14 +3,11 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <iterator>
 #include <numeric>
 #include <utility>
 
 namespace fastddp {
 namespace {
-
-constexpr size_t kRunBytes = 64;  // a cache line of the CPU
 
 using Runs = std::vector<Sharding::Run>;
 
@@ -71,8 +68,8 @@ at::Tensor like_part_of(const at::Tensor& parameter, const Span& span) {
 
 }  // namespace
 
-Sharding::Sharding(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan,
-                   size_t ranks, size_t rank, bool whole, std::optional<Units> of_optimizer)
+Sharding::Sharding(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan, size_t ranks,
+                   size_t rank, bool whole, std::optional<Units> of_optimizer)
     : ranks_(ranks),
       rank_(rank),
       whole_(whole),
@@ -95,18 +92,6 @@ Sharding::Sharding(const std::vector<at::Tensor>& parameters, const std::vector<
     if (whole) deal(runs_.back(), loads);
     add_spans(layout);
   }
-}
-
-WireFormat Sharding::format_of(const Layout& layout) const {
-  const auto dtype = layout.gradient_dtype();
-  const auto unit = whole_ ? 1 : ranks_ * kRunBytes / c10::elementSize(dtype);
-  return {dtype, aligned(dtype), static_cast<int64_t>(unit)};
-}
-
-Grid Sharding::grid() const {
-  if (!units_) return {};
-  if (whole_) return {units_->run, units_->run};
-  return {units_->member, static_cast<int64_t>(ranks_) * units_->run};
 }
 
 std::vector<at::Tensor> Sharding::cut(const at::Tensor& wire, size_t bucket) const {

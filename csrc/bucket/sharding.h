@@ -42,9 +42,17 @@ class Sharding {
 
   size_t rank() const { return rank_; }
   // The format that the bucket's wire must have between nodes.
-  WireFormat format_of(const Layout& layout) const;
+  WireFormat format_of(const Layout& layout) const {
+    const auto dtype = layout.gradient_dtype();
+    const auto unit = whole_ ? 1 : ranks_ * kRunBytes / c10::elementSize(dtype);
+    return {dtype, aligned(dtype), static_cast<int64_t>(unit)};
+  }
   // The grid that it must have for an optimizer.
-  Grid grid() const;
+  Grid grid() const {
+    if (!units_) return {};
+    if (whole_) return {units_->run, units_->run};
+    return {units_->member, static_cast<int64_t>(ranks_) * units_->run};
+  }
   // Whether the runs were made for these buckets.
   bool fit(const std::vector<Bucket>& buckets) const {
     return std::ranges::equal(buckets, plan_, {}, [](const auto& bucket) { return bucket.layout.parameters(); });
@@ -78,6 +86,8 @@ class Sharding {
   Bucket make_bucket(size_t index, std::vector<at::Tensor> holders = {}) const;
 
  private:
+  static constexpr size_t kRunBytes = 64;  // a cache line of the CPU
+
   void add_spans(const Layout& layout);
   void add(const Layout& layout, size_t member, int64_t begin, int64_t end, int64_t offset);
 

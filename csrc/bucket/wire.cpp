@@ -4,18 +4,6 @@
 
 namespace fastddp {
 
-void Wire::make(const Layout& layout) {
-  const auto wire = memory_ ? memory_(layout.wire_length(), layout.wire_options()) : layout.empty_wire();
-  layout.zero_gaps(wire);
-  set(layout, wire);
-}
-
-void Wire::make_another(const Layout& layout) {
-  const auto wire = layout.empty_wire();  // note [Memory of wires]
-  layout.zero_gaps(wire);
-  set(layout, wire);
-}
-
 void Wire::set(const Layout& layout, const at::Tensor& wire) {
   drop();
   tensor_ = wire;

@@ -35,9 +35,17 @@ class Wire {
   // Where the wire's memory comes from; null: the allocator.
   void comes_from(WireMemory memory) { memory_ = std::move(memory); }
 
-  void make(const Layout& layout);
+  void make(const Layout& layout) {
+    const auto wire = memory_ ? memory_(layout.wire_length(), layout.wire_options()) : layout.empty_wire();
+    layout.zero_gaps(wire);
+    set(layout, wire);
+  }
   // Makes a wire from the allocator. The one before is left to whoever holds it.
-  void make_another(const Layout& layout);
+  void make_another(const Layout& layout) {
+    const auto wire = layout.empty_wire();  // note [Memory of wires]
+    layout.zero_gaps(wire);
+    set(layout, wire);
+  }
   // Takes `wire`, in which gaps are zero: a part of another wire, which knows who holds it.
   void become(const Layout& layout, const at::Tensor& wire) {
     set(layout, wire);

@@ -193,8 +193,7 @@ class Block8Codec : public Codec, private Adder {
   void make_error(const Bucket& bucket, Coded& coded, int64_t unit) const {
     const auto groups_in_a_unit = unit / format_.group_bytes();
     const auto groups = (groups_of(coded) + groups_in_a_unit - 1) / groups_in_a_unit * groups_in_a_unit;
-    coded.error =
-        at::zeros({groups * format_.group_elements()}, at::TensorOptions().dtype(at::kFloat).device(bucket.device()));
+    coded.error = at::zeros({groups * format_.group_elements()}, at::TensorOptions().dtype(at::kFloat).device(bucket.device()));
     coded.before = at::zeros_like(coded.error);
     auto& known = errors_->of_parameters;
     for (size_t member = 0; member < bucket.size(); ++member) {
@@ -239,8 +238,7 @@ class Block8Codec : public Codec, private Adder {
     copy_rest(coded);
     const auto group = first / format_.group_bytes(), groups = target.numel() / format_.group_bytes();
     const auto element = group * format_.group_elements();
-    const auto error =
-        coded.error.defined() ? coded.error.narrow(0, element, groups * format_.group_elements()) : at::Tensor();
+    const auto error = coded.error.defined() ? coded.error.narrow(0, element, groups * format_.group_elements()) : at::Tensor();
     coded.kernels->add(shards, target, error, rounding(number, /*of_sums=*/true), element);
   }
 

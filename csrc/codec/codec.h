@@ -135,9 +135,8 @@ struct LowRankMemory {
 
 struct Block8Options {
   Block8 format;
-  std::optional<uint64_t>
-      seed;               // none: rounds to nearest; else rounds stochastically, by seed, window, rank and bucket
-  uint64_t first_window;  // random numbers depend on the window's number
+  std::optional<uint64_t> seed;  // none: rounds to nearest; else rounds stochastically, by seed, window, rank and bucket
+  uint64_t first_window;         // random numbers depend on the window's number
   uint64_t rank;
 };
 

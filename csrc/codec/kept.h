@@ -22,8 +22,7 @@ inline bool change_places(const at::Tensor& a, const at::Tensor& b) {
     return tensor.storage_offset() == 0 && tensor.storage().nbytes() == static_cast<size_t>(tensor.nbytes());
   };
   if (!is_whole(a) || !is_whole(b) || a.nbytes() != b.nbytes()) return false;
-  std::swap(a.storage().unsafeGetStorageImpl()->mutable_data_ptr(),
-            b.storage().unsafeGetStorageImpl()->mutable_data_ptr());
+  std::swap(a.storage().unsafeGetStorageImpl()->mutable_data_ptr(), b.storage().unsafeGetStorageImpl()->mutable_data_ptr());
   return true;
 }
 

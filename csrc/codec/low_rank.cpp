@@ -1,7 +1,6 @@
 // PowerSGD: leg 0 is P and the uncompressed rest, leg 1 is Q.
 #include <ATen/ops/_foreach_add.h>
 
-#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -46,9 +45,7 @@ class LowRank : public Codec {
     }
   }
 
-  void encode(size_t leg, Bucket& bucket, double scale) override {
-    leg == 0 ? make_p(bucket, scale) : make_q(bucket, scale);
-  }
+  void encode(size_t leg, Bucket& bucket, double scale) override { leg == 0 ? make_p(bucket, scale) : make_q(bucket, scale); }
 
   void decode(Bucket& bucket) override {
     auto& parts = of(bucket);
@@ -58,8 +55,7 @@ class LowRank : public Codec {
     if (!options_.batched) bucket.window.measured.push_back(measured);
     if (options_.batched) {
       const auto all = parts.matrices.front().memory.view(-1);
-      all.narrow(0, bucket.layout.numbers(), all.numel() - bucket.layout.numbers())
-          .zero_();  // the padding has no error
+      all.narrow(0, bucket.layout.numbers(), all.numel() - bucket.layout.numbers()).zero_();  // the padding has no error
       bucket.unpack(parts.result);
     } else {
       parts.flat.write_back();

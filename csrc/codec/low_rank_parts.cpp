@@ -50,8 +50,7 @@ LowRankParts::LowRankParts(const Bucket& bucket, const LowRankOptions& options, 
   elements[0] += rest_elements;
 }
 
-void LowRankParts::add(const LowRankMemory::Matrix& memory, int64_t rows, uint64_t number,
-                       const LowRankOptions& options) {
+void LowRankParts::add(const LowRankMemory::Matrix& memory, int64_t rows, uint64_t number, const LowRankOptions& options) {
   const auto& [error, q] = memory;
   const auto p = in_message ? at::Tensor() : at::empty({rows, q.size(0)}, q.options());
   matrices.push_back({{}, error, p, q, error});
@@ -102,12 +101,6 @@ void LowRankParts::leave_wires() {
   for (auto& matrix : matrices) matrix.p.reset();
 }
 
-std::vector<LowRankMatrix> LowRankParts::projections() const {
-  auto all = matrices;
-  for (size_t i = 0; i < all.size() && in_message; ++i) all[i].q = q_slots[i].view;
-  return all;
-}
-
 std::vector<at::Tensor> LowRankParts::used_by_the_side_stream() const {
   std::vector<at::Tensor> tensors{result};
   for (const auto& matrix : matrices) tensors.insert(tensors.end(), {matrix.p, matrix.q, matrix.memory});
@@ -138,8 +131,7 @@ void LowRankParts::keep_errors(const Bucket& bucket, const std::vector<size_t>& 
     matrix.before = matrix.memory;
     if (!own.error.defined()) continue;
     if (std::exchange(own.has_error, true)) {
-      const bool is_needed =
-          is_batched ? std::ranges::any_of(compressed, may_be_dropped) : may_be_dropped(compressed[i]);
+      const bool is_needed = is_batched ? std::ranges::any_of(compressed, may_be_dropped) : may_be_dropped(compressed[i]);
       own.error_before = is_needed ? matrix.memory.clone() : at::Tensor();
       continue;
     }

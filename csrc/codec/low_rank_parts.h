@@ -47,7 +47,11 @@ struct LowRankParts {
   }
 
   // For project(): the matrices, with Q where it is written to.
-  std::vector<LowRankMatrix> projections() const;
+  std::vector<LowRankMatrix> projections() const {
+    auto all = matrices;
+    for (size_t i = 0; i < all.size() && in_message; ++i) all[i].q = q_slots[i].view;
+    return all;
+  }
   // Tensors that live as long as this object, or as its wires.
   std::vector<at::Tensor> used_by_the_side_stream() const;
 

@@ -191,7 +191,7 @@ class NodeCodec : public Codec {
   const std::shared_ptr<Codec> outer_;
   const std::shared_ptr<Sharding> spans_of_node_;
   const bool remembers_;
-  const bool spreads_;  // all ranks of the node get the result, not only this rank's sharded optimizer
+  const bool spreads_;                          // all ranks of the node get the result, not only this rank's sharded optimizer
   std::vector<std::unique_ptr<Shard>> shards_;  // by bucket
 };
 

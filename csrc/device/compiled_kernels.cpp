@@ -27,8 +27,7 @@ std::map<Key, GivenUp>& gone() {
 }
 
 Key key(c10::Device device, const std::string& name) {
-  TORCH_CHECK_VALUE(device.has_index(), "fastddp: device '", device, "' has no index; name one, as in '", device,
-                    ":0'");
+  TORCH_CHECK_VALUE(device.has_index(), "fastddp: device '", device, "' has no index; name one, as in '", device, ":0'");
   return {device.type(), device.index(), name};
 }
 
@@ -39,8 +38,8 @@ void load_kernel(c10::Device device, const CompiledKernel& kernel, std::string p
   TORCH_CHECK(driver != nullptr, "fastddp: no CUDA driver (libcuda.so.1) was found for ", device, see("FD040"));
   TORCH_CHECK_VALUE(kernel.scratch_parameters <= kMostScratch, "fastddp: kernel ", kernel.name, " takes ",
                     kernel.scratch_parameters, " scratch pointers; the launcher passes at most ", kMostScratch);
-  auto* function = driver->load(device, kernel.cubin, kernel.name, kernel.shared_bytes,
-                                kernel.parameters + kernel.scratch_parameters);
+  auto* function =
+      driver->load(device, kernel.cubin, kernel.name, kernel.shared_bytes, kernel.parameters + kernel.scratch_parameters);
   const LaunchableFunction launchable{function, kWarp * kernel.warps, kernel.shared_bytes};
   std::unique_ptr<LoadedKernel> made(
       new LoadedKernel{device, kernel.name, launchable, kernel.parameters, kernel.tile, std::move(place), trust});

@@ -76,8 +76,7 @@ void give_up(std::initializer_list<const LoadedKernel*> kernels, const LaunchErr
 
 // Does the work, by `launch`, which launches these kernels, or by `operators` if the driver refuses.
 template <typename Launch, typename Operators>
-void launch_or_else(std::initializer_list<const LoadedKernel*> kernels, const Launch& launch,
-                    const Operators& operators) {
+void launch_or_else(std::initializer_list<const LoadedKernel*> kernels, const Launch& launch, const Operators& operators) {
   try {
     return launch();
   } catch (const LaunchError& error) {

@@ -2,7 +2,6 @@
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/Exception.h>
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -57,52 +56,47 @@ Whose whose(int result) {
   return is_call ? Whose::call : Whose::device;
 }
 
+// A function of the driver's library, as whatever type it is assigned to.
+struct Found {
+  void* address;
+  template <typename Function>
+  operator Function() const {
+    return reinterpret_cast<Function>(address);
+  }
+};
+
+Found find(void* library, const char* name) {
+  auto* const address = dlsym(library, name);
+  TORCH_CHECK(address != nullptr, "fastddp: the CUDA driver has no ", name,
+              ". fastddp needs a driver for CUDA 12 or newer: update it.", see("FD040"));
+  return {address};
+}
+
 }  // namespace
 
 struct CudaDriver::Functions {
-  int (*cuInit)(unsigned);
-  int (*cuGetErrorName)(int, const char**);
-  int (*cuGetErrorString)(int, const char**);
-  int (*cuDeviceGet)(int*, int);
-  int (*cuDeviceGetAttribute)(int*, int, int);
-  int (*cuCtxGetCurrent)(void**);
-  int (*cuCtxSetCurrent)(void*);
-  int (*cuDevicePrimaryCtxRetain)(void**, int);
-  int (*cuModuleLoadData)(void**, const void*);
-  int (*cuModuleGetFunction)(void**, void*, const char*);
-  int (*cuFuncSetAttribute)(void*, int, int);
+  void* library;
+  int (*cuInit)(unsigned) = find(library, "cuInit");
+  int (*cuGetErrorName)(int, const char**) = find(library, "cuGetErrorName");
+  int (*cuGetErrorString)(int, const char**) = find(library, "cuGetErrorString");
+  int (*cuDeviceGet)(int*, int) = find(library, "cuDeviceGet");
+  int (*cuDeviceGetAttribute)(int*, int, int) = find(library, "cuDeviceGetAttribute");
+  int (*cuCtxGetCurrent)(void**) = find(library, "cuCtxGetCurrent");
+  int (*cuCtxSetCurrent)(void*) = find(library, "cuCtxSetCurrent");
+  int (*cuDevicePrimaryCtxRetain)(void**, int) = find(library, "cuDevicePrimaryCtxRetain");
+  int (*cuModuleLoadData)(void**, const void*) = find(library, "cuModuleLoadData");
+  int (*cuModuleGetFunction)(void**, void*, const char*) = find(library, "cuModuleGetFunction");
+  int (*cuFuncSetAttribute)(void*, int, int) = find(library, "cuFuncSetAttribute");
   int (*cuLaunchKernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
-                        void**);
-  int (*cuStreamQuery)(void*);
-  int (*cuStreamIsCapturing)(void*, int*);
-  int (*cuThreadExchangeStreamCaptureMode)(int*);
-  int (*cuFuncGetParamInfo)(void*, size_t, size_t*, size_t*);  // null before CUDA 12.4
+                        void**) = find(library, "cuLaunchKernel");
+  int (*cuStreamQuery)(void*) = find(library, "cuStreamQuery");
+  int (*cuStreamIsCapturing)(void*, int*) = find(library, "cuStreamIsCapturing");
+  int (*cuThreadExchangeStreamCaptureMode)(int*) = find(library, "cuThreadExchangeStreamCaptureMode");
+  // Null before CUDA 12.4.
+  int (*cuFuncGetParamInfo)(void*, size_t, size_t*, size_t*) = Found{dlsym(library, "cuFuncGetParamInfo")};
 };
 
-CudaDriver::CudaDriver(void* library) {
-  auto functions = std::make_shared<Functions>();
-  const auto find = [&](auto& function, const char* name, bool needed = true) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-    TORCH_CHECK(function != nullptr || !needed, "fastddp: the CUDA driver has no ", name,
-                ". fastddp needs a driver for CUDA 12 or newer: update it.", see("FD040"));
-  };
-  find(functions->cuInit, "cuInit");
-  find(functions->cuGetErrorName, "cuGetErrorName");
-  find(functions->cuGetErrorString, "cuGetErrorString");
-  find(functions->cuDeviceGet, "cuDeviceGet");
-  find(functions->cuDeviceGetAttribute, "cuDeviceGetAttribute");
-  find(functions->cuCtxGetCurrent, "cuCtxGetCurrent");
-  find(functions->cuCtxSetCurrent, "cuCtxSetCurrent");
-  find(functions->cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
-  find(functions->cuModuleLoadData, "cuModuleLoadData");
-  find(functions->cuModuleGetFunction, "cuModuleGetFunction");
-  find(functions->cuFuncSetAttribute, "cuFuncSetAttribute");
-  find(functions->cuLaunchKernel, "cuLaunchKernel");
-  find(functions->cuStreamQuery, "cuStreamQuery");
-  find(functions->cuStreamIsCapturing, "cuStreamIsCapturing");
-  find(functions->cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
-  find(functions->cuFuncGetParamInfo, "cuFuncGetParamInfo", /*needed=*/false);
-  functions_ = std::move(functions);
+CudaDriver::CudaDriver(void* library) : functions_(new Functions{library}) {
   check(functions_->cuInit(0), "starting the CUDA driver");
 }
 
@@ -162,13 +156,12 @@ void CudaDriver::check_parameters(void* function, const std::string& name, size_
               see("FD040"));
 }
 
-void CudaDriver::launch(const LaunchableFunction& function, unsigned programs, c10::Device device,
-                        void** parameters) const {
+void CudaDriver::launch(const LaunchableFunction& function, unsigned programs, c10::Device device, void** parameters) const {
   constexpr auto what = "launching a kernel";
   const c10::DeviceGuard guard(device);
   const auto& functions = in_context(device);
-  const auto result = functions.cuLaunchKernel(function.function, programs, 1, 1, function.threads, 1, 1,
-                                               function.shared_bytes, current_stream(device), parameters, nullptr);
+  const auto result = functions.cuLaunchKernel(function.function, programs, 1, 1, function.threads, 1, 1, function.shared_bytes,
+                                               current_stream(device), parameters, nullptr);
   if (result == kSuccess) return;
   if (whose(result) != Whose::launch) fail(result, what);
   throw LaunchError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, words(result, what));

@@ -8,12 +8,6 @@
 
 namespace fastddp {
 
-namespace {
-
-constexpr double kAround = 7.0;
-
-}  // namespace
-
 at::Tensor Scratch::empty(c10::IntArrayRef sizes, c10::ScalarType dtype) {
   const auto options = at::TensorOptions().dtype(dtype).device(device_);
   if (purpose_ == Purpose::training) return at::empty(sizes, options);

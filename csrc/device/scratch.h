@@ -26,6 +26,8 @@ class Scratch {
   bool wrote_around() const;
 
  private:
+  static constexpr double kAround = 7.0;
+
   c10::Device device_;
   Purpose purpose_;
   std::vector<at::Tensor> around_;

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "device/cuda_driver.h"
-
 #include "device/memory_part.h"
 
 namespace fastddp {

@@ -67,16 +67,14 @@ FASTDDP_AVX2 inline void store16(Half* p, __m256 x, __m256 y) {
   kStream ? _mm256_stream_si256(q, bits) : _mm256_storeu_si256(q, bits);
 }
 FASTDDP_AVX2 inline double sum8(__m256 x) {
-  const auto pairs =
-      _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
+  const auto pairs = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
   const auto low = _mm_add_pd(_mm256_castpd256_pd128(pairs), _mm256_extractf128_pd(pairs, 1));
   return _mm_cvtsd_f64(_mm_add_sd(low, _mm_unpackhi_pd(low, low)));
 }
 
 // With kMeasure it also adds up the squares of what it reads, in fp32: for a few thousand elements at a time.
 template <bool kStream, bool kMeasure, typename Source, typename Destination>
-FASTDDP_AVX2 int64_t convert_avx2(const Source* source, Destination* destination, int64_t count, float scale,
-                                  double& squares) {
+FASTDDP_AVX2 int64_t convert_avx2(const Source* source, Destination* destination, int64_t count, float scale, double& squares) {
   constexpr int64_t vector = 16, ahead = 1024 / sizeof(Source);  // hardware stops prefetching at each page
   const auto factor = _mm256_set1_ps(scale);
   auto low = _mm256_setzero_ps(), high = low;
@@ -135,8 +133,7 @@ FASTDDP_AVX2 int64_t measure_avx2(const Source* source, int64_t count, double& s
 template <typename Source>
 FASTDDP_AVX2 int64_t add_avx2(const Source* values, float* sums, int64_t count) {
   int64_t i = 0;
-  for (; i + 8 <= count; i += 8)
-    _mm256_storeu_ps(sums + i, _mm256_add_ps(_mm256_loadu_ps(sums + i), load8(values + i)));
+  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(sums + i, _mm256_add_ps(_mm256_loadu_ps(sums + i), load8(values + i)));
   return i;
 }
 
@@ -169,8 +166,8 @@ int64_t vector_convert(const Source* source, Destination* destination, int64_t c
 
 // squares += the squares of the elements that it converts, before they are scaled.
 template <typename Source, typename Destination>
-int64_t vector_convert_measuring(const Source* source, Destination* destination, int64_t count, float scale,
-                                 bool past_caches, double& squares) {
+int64_t vector_convert_measuring(const Source* source, Destination* destination, int64_t count, float scale, bool past_caches,
+                                 double& squares) {
 #if defined(__x86_64__)
   if (has_avx2()) {
     return past_caches ? convert_avx2<true, true>(source, destination, count, scale, squares)

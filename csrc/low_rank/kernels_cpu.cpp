@@ -83,8 +83,8 @@ void compress_row(const View<T, C>& view, int64_t row, C scale) {
   if constexpr (std::is_same_v<C, float>) {
     by_groups(view.vector_columns > 0 ? view.rank : 0, [&](auto vectors, int c) {
       const auto dot = [&](auto stream, const T* from, const T* earlier, T* to) {
-        dot_rows<vectors.value, stream.value>(from, earlier, to, view.q + c * view.columns, view.columns,
-                                              view.vector_columns, sums + c);
+        dot_rows<vectors.value, stream.value>(from, earlier, to, view.q + c * view.columns, view.columns, view.vector_columns,
+                                              sums + c);
       };
       // The first group writes M to memory. The other groups read it there.
       if (!adds || c > 0) return dot(std::false_type(), memory != nullptr ? memory : gradient, nullptr, nullptr);
@@ -105,16 +105,15 @@ void compress_row(const View<T, C>& view, int64_t row, C scale) {
 template <typename T, typename C>
 void project_columns(const View<T, C>& view, int64_t begin, int64_t end, C scale) {
   const auto* m = view.m();
-  for (int c = 0; c < view.rank; ++c)
-    std::fill(view.q + c * view.columns + begin, view.q + c * view.columns + end, C(0));
+  for (int c = 0; c < view.rank; ++c) std::fill(view.q + c * view.columns + begin, view.q + c * view.columns + end, C(0));
   const auto vector_end = std::max(begin, std::min(end, view.vector_columns));
   int64_t row = 0;
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<C, float>) {
     for (; row + 4 <= view.rows && vector_end > begin; row += 4) {
       by_groups(view.rank, [&](auto vectors, int c) {
-        add_four_rows<vectors.value>(m + row * view.columns + begin, view.columns, view.p + row * view.rank + c,
-                                     view.rank, vector_end - begin, view.q + c * view.columns + begin, view.columns);
+        add_four_rows<vectors.value>(m + row * view.columns + begin, view.columns, view.p + row * view.rank + c, view.rank,
+                                     vector_end - begin, view.q + c * view.columns + begin, view.columns);
       });
     }
   }
@@ -205,8 +204,7 @@ class CpuLowRankKernels : public LowRankKernels {
     for (const auto& matrix : matrices) {
       dispatch(matrix, [&](const auto& view) {
         for_rows(view, [&](int64_t begin, int64_t end) {
-          for (auto row = begin; row < end; ++row)
-            compress_row(view, row, static_cast<std::decay_t<decltype(*view.p)>>(scale));
+          for (auto row = begin; row < end; ++row) compress_row(view, row, static_cast<std::decay_t<decltype(*view.p)>>(scale));
         });
       });
     }
@@ -218,8 +216,7 @@ class CpuLowRankKernels : public LowRankKernels {
         // A tile is whole vectors. It has fewer columns if the rank is high or there are many threads.
         const auto share = (view.columns + at::get_num_threads() - 1) / at::get_num_threads();
         const auto most = std::min(kColumnTile * 4 / std::max(view.rank, 4), share);
-        const auto tile =
-            std::max<int64_t>(kColumnsAtOnce * 4, (most + kColumnsAtOnce - 1) / kColumnsAtOnce * kColumnsAtOnce);
+        const auto tile = std::max<int64_t>(kColumnsAtOnce * 4, (most + kColumnsAtOnce - 1) / kColumnsAtOnce * kColumnsAtOnce);
         at::parallel_for(0, (view.columns + tile - 1) / tile, 1, [&](int64_t begin, int64_t end) {
           for (auto i = begin; i < end; ++i) {
             project_columns(view, i * tile, std::min(view.columns, (i + 1) * tile),

@@ -12,8 +12,7 @@ namespace {
 
 // The tables of one kind of call. Each kind has its own, since they run on different streams.
 struct Tables {
-  Tables(c10::Device device, const CudaDriver& driver)
-      : rows(device, driver), blocks(device, driver), sums(device, driver) {}
+  Tables(c10::Device device, const CudaDriver& driver) : rows(device, driver), blocks(device, driver), sums(device, driver) {}
 
   size_t uploads() const { return rows.uploads() + blocks.uploads() + sums.uploads(); }
 
@@ -48,8 +47,7 @@ class GpuLowRankKernels : public LowRankKernels {
     launch_or_else(
         {kernel},
         [&] {
-          launcher_.run(*kernel, programs_of(blocks, kBlockWords), rows.const_data_ptr(), blocks.const_data_ptr(),
-                        scale);
+          launcher_.run(*kernel, programs_of(blocks, kBlockWords), rows.const_data_ptr(), blocks.const_data_ptr(), scale);
         },
         [&] { otherwise_->compress(matrices, scale); });
   }
@@ -86,9 +84,7 @@ class GpuLowRankKernels : public LowRankKernels {
     const auto measured = scratch_.empty({programs, 2}, at::kDouble);
     launch_or_else(
         {kernel},
-        [&] {
-          launcher_.run(*kernel, programs, rows.const_data_ptr(), blocks.const_data_ptr(), measured.const_data_ptr());
-        },
+        [&] { launcher_.run(*kernel, programs, rows.const_data_ptr(), blocks.const_data_ptr(), measured.const_data_ptr()); },
         [&] { write_sums(otherwise_->reconstruct(matrices), measured); });
     return measured;
   }

@@ -63,8 +63,8 @@ Words matrix_words(const std::vector<LowRankMatrix>& matrices) {
   Words words;
   for (const auto& matrix : matrices) {
     const auto [rows, columns, rank] = shape_of(matrix);
-    words.insert(words.end(), {address(matrix.gradient), address(matrix.memory), address(matrix.p), address(matrix.q),
-                               rows, columns, rank, address(matrix.before)});
+    words.insert(words.end(), {address(matrix.gradient), address(matrix.memory), address(matrix.p), address(matrix.q), rows,
+                               columns, rank, address(matrix.before)});
   }
   return words;
 }

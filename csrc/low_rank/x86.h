@@ -49,8 +49,8 @@ FASTDDP_FMA inline Pair write_sum(const T* gradient, const T* before, T* memory)
 // sums[c] += sum over the first `columns` (a multiple of 16) of M[j] * q[c][j] for R vectors of q. Writes M = before + gradient to
 // `memory`. If that is null, M is the gradient.
 template <int R, bool kStream, typename T>
-FASTDDP_FMA void dot_rows(const T* gradient, const T* before, T* memory, const float* q, int64_t q_stride,
-                          int64_t columns, float* sums) {
+FASTDDP_FMA void dot_rows(const T* gradient, const T* before, T* memory, const float* q, int64_t q_stride, int64_t columns,
+                          float* sums) {
   __m256 low[R], high[R];
   for (int c = 0; c < R; ++c) low[c] = high[c] = _mm256_setzero_ps();
   const auto loop = [&](auto read) FASTDDP_FMA {
@@ -76,8 +76,8 @@ FASTDDP_FMA void dot_rows(const T* gradient, const T* before, T* memory, const f
 
 // q[c][j] += sum over four rows i of p[i][c] * M[i][j]. Reads and writes the accumulators in q once for four rows.
 template <int R, typename T>
-FASTDDP_FMA void add_four_rows(const T* m, int64_t m_stride, const float* p, int64_t p_stride, int64_t columns,
-                               float* q, int64_t q_stride) {
+FASTDDP_FMA void add_four_rows(const T* m, int64_t m_stride, const float* p, int64_t p_stride, int64_t columns, float* q,
+                               int64_t q_stride) {
   for (int64_t j = 0; j < columns; j += kColumnsAtOnce) {
     Pair rows[4];
     for (int i = 0; i < 4; ++i) {
@@ -119,8 +119,7 @@ FASTDDP_FMA void product_row(T* gradient, T* memory, const float* p, int rank, c
     if (memory == nullptr) continue;
     _mm_prefetch(reinterpret_cast<const char*>(memory + j) + 1024, _MM_HINT_T0);
     const auto m = load16(memory + j);
-    store16<false>(memory + j, finite_or_zero(_mm256_sub_ps(m.low, sum.low)),
-                   finite_or_zero(_mm256_sub_ps(m.high, sum.high)));
+    store16<false>(memory + j, finite_or_zero(_mm256_sub_ps(m.low, sum.low)), finite_or_zero(_mm256_sub_ps(m.high, sum.high)));
   }
   sum_of_squares += sum8(squares.low) + sum8(squares.high);
   const auto bad = _mm256_cmp_ps(_mm256_add_ps(differences.low, differences.high), zero, _CMP_NEQ_UQ);

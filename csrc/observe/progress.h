@@ -1,8 +1,9 @@
 // What a rank is doing now, for other threads and for other processes of the same user.
 #pragma once
 
+#include <c10/macros/Macros.h>
+
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -51,8 +52,7 @@ class Progress {
    public:
     Wait(Progress& progress, Doing doing, size_t bucket);
     ~Wait();
-    Wait(const Wait&) = delete;
-    Wait& operator=(const Wait&) = delete;
+    C10_DISABLE_COPY_AND_ASSIGN(Wait);
 
    private:
     Progress& progress_;
@@ -65,8 +65,7 @@ class Progress {
    public:
     UserCode();
     ~UserCode();
-    UserCode(const UserCode&) = delete;
-    UserCode& operator=(const UserCode&) = delete;
+    C10_DISABLE_COPY_AND_ASSIGN(UserCode);
 
    private:
     Progress* const progress_;

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -37,8 +36,7 @@ class Range {
   // A gradient that came.
   Range(const char* what, const std::string& parameter, size_t bucket);
   ~Range();
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Range);
 
  private:
   Range();
@@ -59,8 +57,7 @@ class LongRange {
  public:
   explicit LongRange(const char* what) : what_(what) {}
   ~LongRange() { end(); }
-  LongRange(const LongRange&) = delete;
-  LongRange& operator=(const LongRange&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(LongRange);
 
   void begin();
   void end();

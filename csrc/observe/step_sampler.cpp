@@ -18,11 +18,6 @@ double ms_since(const Moment& begin, const std::optional<Moment>& moment) {
 
 }  // namespace
 
-void SampledStep::mark_end(size_t bucket) {
-  const std::lock_guard lock(ends_);
-  if (!buckets_[bucket].end) buckets_[bucket].end = Moment::now(device_);
-}
-
 StepTimes SampledStep::times() const {
   const std::lock_guard lock(ends_);
   const auto since_begin = [&](const std::optional<Moment>& moment) { return ms_since(begin_, moment); };

@@ -74,7 +74,10 @@ class SampledStep {
     Phase phase;
   };
 
-  void mark_end(size_t bucket);
+  void mark_end(size_t bucket) {
+    const std::lock_guard lock(ends_);
+    if (!buckets_[bucket].end) buckets_[bucket].end = Moment::now(device_);
+  }
   std::array<double, kPhases> taken() const;  // by phase
   double gathered_until(double moment) const;
 

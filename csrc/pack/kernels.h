@@ -57,9 +57,9 @@ class Kernels : public CallsKernels {
 // The kernels that fit the device: the first or second below, or torch's operators where neither can run.
 std::unique_ptr<Kernels> make_kernels(c10::Device device, Purpose purpose = Purpose::training);
 
-std::unique_ptr<Kernels> make_cpu_kernels();  // vectorised, spread over at::parallel_for
+std::unique_ptr<Kernels> make_cpu_kernels();                                     // vectorised, spread over at::parallel_for
 std::unique_ptr<Kernels> make_gpu_kernels(c10::Device device, Purpose purpose);  // launches the Triton kernels
-std::unique_ptr<Kernels> make_aten_kernels();  // right on every device and for every layout
+std::unique_ptr<Kernels> make_aten_kernels();                                    // right on every device and for every layout
 
 // pack() and unpack() by torch's operators, for slots that the fast loops do not take; two launches a gradient.
 void pack_with_operators(const std::vector<Slot>& slots, double scale);

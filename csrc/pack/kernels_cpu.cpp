@@ -22,8 +22,7 @@ constexpr int64_t kGrain = 32768;
 
 template <typename Source, typename Destination>
 void convert(const Source* source, Destination* destination, int64_t count, double scale, bool past_caches) {
-  using Compute =
-      std::conditional_t<std::is_same_v<Source, double> && std::is_same_v<Destination, double>, double, float>;
+  using Compute = std::conditional_t<std::is_same_v<Source, double> && std::is_same_v<Destination, double>, double, float>;
   int64_t i = 0;
   if constexpr (!std::is_same_v<Source, double> && !std::is_same_v<Destination, double>) {
     i = vector_convert(source, destination, count, static_cast<float>(scale), past_caches);
@@ -83,13 +82,12 @@ Measured convert_block_measuring(const Source* source, Destination* destination,
 using ConvertMeasuringFn = Measured (*)(const void*, void*, int64_t, double, bool);
 
 template <typename Source, typename Destination>
-Measured convert_measuring_erased(const void* source, void* destination, int64_t count, double scale,
-                                  bool past_caches) {
+Measured convert_measuring_erased(const void* source, void* destination, int64_t count, double scale, bool past_caches) {
   Measured measured;
   for (int64_t begin = 0; begin < count; begin += kBlock) {
-    measured += convert_block_measuring(static_cast<const Source*>(source) + begin,
-                                        static_cast<Destination*>(destination) + begin, std::min(kBlock, count - begin),
-                                        scale, past_caches);
+    measured +=
+        convert_block_measuring(static_cast<const Source*>(source) + begin, static_cast<Destination*>(destination) + begin,
+                                std::min(kBlock, count - begin), scale, past_caches);
   }
   return measured;
 }
@@ -133,9 +131,7 @@ using MeasureFn = Measured (*)(const void*, int64_t);
 
 MeasureFn measure_of(c10::ScalarType dtype) {
   return for_dtype(dtype, [](auto number) -> MeasureFn {
-    return [](const void* source, int64_t count) {
-      return measure_block(static_cast<const decltype(number)*>(source), count);
-    };
+    return [](const void* source, int64_t count) { return measure_block(static_cast<const decltype(number)*>(source), count); };
   });
 }
 
@@ -177,8 +173,7 @@ class Runs {
   }
 
   void execute(double scale) const {
-    for_all(
-        [&](const Run& run, int64_t first, int64_t count) { move(run, first, count, scale, past_caches(run, count)); });
+    for_all([&](const Run& run, int64_t first, int64_t count) { move(run, first, count, scale, past_caches(run, count)); });
   }
 
   // The same, and measures the sources' values, by blocks that are still in cache.
@@ -235,8 +230,7 @@ class Runs {
 
   // The order is fixed, so the sums have the same bits each time.
   static void add_in_order(std::vector<Part>& parts, LocalSums& sums) {
-    std::ranges::sort(parts,
-                      [](const Part& a, const Part& b) { return a.run != b.run ? a.run < b.run : a.first < b.first; });
+    std::ranges::sort(parts, [](const Part& a, const Part& b) { return a.run != b.run ? a.run < b.run : a.first < b.first; });
     for (const auto& part : parts) sums.add(part.run->member, part.measured);
   }
 
@@ -257,8 +251,8 @@ class Runs {
   void append(const Loops* loops, const char* source, const at::Tensor& destination, int64_t source_size) {
     const int64_t parts = destination.is_complex() ? 2 : 1;
     const auto count = destination.numel() * parts;
-    runs_.push_back({loops, nullptr, source, static_cast<char*>(destination.data_ptr()), total_, count,
-                     source_size / parts, static_cast<int64_t>(destination.element_size()) / parts});
+    runs_.push_back({loops, nullptr, source, static_cast<char*>(destination.data_ptr()), total_, count, source_size / parts,
+                     static_cast<int64_t>(destination.element_size()) / parts});
     total_ += count;
   }
 

@@ -153,8 +153,7 @@ class GpuKernels : public Kernels {
   }
 
   at::Tensor measure(const at::Tensor& wire) override {
-    const auto* kernel =
-        find_kernel(device_, std::string("fastddp_measure_") + triton_name(wire.scalar_type()), purpose_);
+    const auto* kernel = find_kernel(device_, std::string("fastddp_measure_") + triton_name(wire.scalar_type()), purpose_);
     if (kernel == nullptr || wire.numel() == 0) return measure_with_operators(wire);
     const auto programs = (wire.numel() + kernel->tile.at(0) - 1) / kernel->tile.at(0);
     const auto partials = scratch_.empty({programs, 2}, at::kDouble);
@@ -199,8 +198,7 @@ class GpuKernels : public Kernels {
 }  // namespace
 
 std::unique_ptr<Kernels> make_gpu_kernels(c10::Device device, Purpose purpose) {
-  TORCH_CHECK_VALUE(device.has_index(), "fastddp: device '", device, "' has no index; name one, as in '", device,
-                    ":0'");
+  TORCH_CHECK_VALUE(device.has_index(), "fastddp: device '", device, "' has no index; name one, as in '", device, ":0'");
   return std::make_unique<GpuKernels>(device, *CudaDriver::of(device.type()), purpose);
 }
 

@@ -68,8 +68,7 @@ struct alignas(64) Live {
 struct BucketRow {
   Moment64 ready, started, arrived;
   std::atomic<uint64_t> bytes;
-  std::array<std::array<std::atomic<uint64_t>, 2>, kLanes>
-      collectives;  // first and last of each lane; first > last: none
+  std::array<std::array<std::atomic<uint64_t>, 2>, kLanes> collectives;  // first and last of each lane; first > last: none
 };
 
 struct ParameterRow {

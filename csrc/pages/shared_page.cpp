@@ -92,8 +92,7 @@ std::byte* map_shared(const std::string& path, size_t bytes) {
 std::byte* map_private(size_t bytes) {
   auto* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) {
-    throw std::runtime_error("fastddp: no memory for a page of " + std::to_string(bytes) +
-                             " bytes: " + std::strerror(errno));
+    throw std::runtime_error("fastddp: no memory for a page of " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
   }
   return static_cast<std::byte*>(data);
 }

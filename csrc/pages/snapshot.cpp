@@ -60,9 +60,8 @@ std::vector<double> page::steps_of(const Live& live) {
 }
 
 const char* to_string(Doing doing) {
-  constexpr std::array names{"nothing",   "forward", "after_forward",   "backward",
-                             "tick",      "finish",  "closing",         "after_backward",
-                             "optimizer", "gather",  "after_optimizer", "agree"};
+  constexpr std::array names{"nothing",        "forward",   "after_forward", "backward",        "tick", "finish", "closing",
+                             "after_backward", "optimizer", "gather",        "after_optimizer", "agree"};
   return names.at(static_cast<size_t>(doing));
 }
 
@@ -75,8 +74,7 @@ Snapshot read_page(const std::byte* data, size_t bytes, const std::string& path)
   std::memcpy(&header, data, sizeof(header));
   check(header.magic == kMagic, "it is no page of a rank, or one that is being made");
   if (header.version != kVersion) {
-    throw std::runtime_error("fastddp: " + path +
-                             " was written by another version of fastddp (status files of version " +
+    throw std::runtime_error("fastddp: " + path + " was written by another version of fastddp (status files of version " +
                              std::to_string(header.version) + ", these are of version " + std::to_string(kVersion) +
                              "): read it with that one");
   }
@@ -123,8 +121,7 @@ Snapshot read_page(const std::byte* data, size_t bytes, const std::string& path)
   for (size_t i = 0; i < buckets; ++i) {
     const auto started = ago(rows[i].started);
     auto collectives = started ? collectives_of(rows[i]) : std::vector<Snapshot::Collectives>{};
-    snapshot.buckets.push_back(
-        {ago(rows[i].ready), started, ago(rows[i].arrived), rows[i].bytes, std::move(collectives), {}});
+    snapshot.buckets.push_back({ago(rows[i].ready), started, ago(rows[i].arrived), rows[i].bytes, std::move(collectives), {}});
   }
   const auto* const parameters = reinterpret_cast<const ParameterRow*>(data + rooms.parameters);
   for (size_t i = 0; i < header.parameters; ++i) {

@@ -164,7 +164,6 @@ using LookAtPython = Seen (*)(PyObject* object);
 // `group`: the model's. `others`: groups that the hook may send over too. `look`: looks at the values of the hook's futures.
 std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
                                            c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                           std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> others,
-                                           LookAtPython look);
+                                           std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> others, LookAtPython look);
 
 }  // namespace fastddp

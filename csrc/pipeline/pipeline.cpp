@@ -50,8 +50,8 @@ std::unique_ptr<Pipeline> Pipeline::two_levels(const Pipeline& outer, const std:
   const auto cut = runs_of(shards);
   const auto times = remembers ? static_cast<double>(ranks) / ranks_of_node : 1.0;
   outer.transports_.front()->set_weighting({remembers ? Weighting::Kind::mean : Weighting::Kind::sum});
-  Transports transports{make_shard_sum(node, shards->device(), cut,
-                                       {.own_sums = false, .ranks = ranks, .times = times, .is_last = !spreads})};
+  Transports transports{
+      make_shard_sum(node, shards->device(), cut, {.own_sums = false, .ranks = ranks, .times = times, .is_last = !spreads})};
   std::ranges::copy(outer.transports_, std::back_inserter(transports));
   if (spreads) transports.push_back(make_shard_spread(node, shards->device(), cut));
   auto codec = make_node_codec(outer.codec_, shards, remembers, spreads);
@@ -66,32 +66,10 @@ std::unique_ptr<Pipeline> Pipeline::sharded(const Pipeline& whole, const std::sh
   return std::unique_ptr<Pipeline>(new Pipeline(std::move(codec), {std::move(transport)}, whole.group_));
 }
 
-void Pipeline::set_weighting(const Weighting& weighting) {
-  weighting_ = weighting;
-  transports_.front()->set_weighting(weighting);
-}
-
 // Null if any leg is something else than collectives.
 c10d::ProcessGroup* Pipeline::lane(size_t number) const {
   const bool sends_collectives = std::ranges::all_of(transports_, &Transport::sends_collectives);
   return sends_collectives ? transports_.front()->lanes().at(number) : nullptr;
-}
-
-std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> Pipeline::groups() const {
-  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> all{group_};
-  for (const auto& transport : transports_) std::ranges::copy(transport->lanes().all(), std::back_inserter(all));
-  return all;
-}
-
-void Pipeline::on_gradient(Bucket& bucket, size_t member) {
-  need_wires(stretches_.front(), bucket.index());
-  codec_->on_gradient(bucket, member, scale_before(0, bucket));
-}
-
-void Pipeline::tick(size_t tick) {
-  check_fits();
-  in_window_ = true;
-  for (auto& stretch : stretches_) this->tick(stretch, tick);
 }
 
 bool Pipeline::arrived(const Bucket& bucket) {
@@ -240,8 +218,8 @@ void Pipeline::set_pieces(Message& message, const std::vector<at::Tensor>& wires
 }
 
 uint32_t Pipeline::tag(const Message& message, size_t piece) const {
-  TORCH_CHECK(piece < kMostPieces, "fastddp: bucket ", message.last_bucket().index(), " is too long to travel in ",
-              kMostPieces, " pieces");
+  TORCH_CHECK(piece < kMostPieces, "fastddp: bucket ", message.last_bucket().index(), " is too long to travel in ", kMostPieces,
+              " pieces");
   return static_cast<uint32_t>(message.tick * kMostPieces + piece);
 }
 

@@ -50,10 +50,17 @@ class Pipeline : public Exchange {
   // bucket/own_shard.h. ValueError: it sends several legs, or by a transport that has no half.
   static std::unique_ptr<Pipeline> sharded(const Pipeline& whole, const std::shared_ptr<Sharding>& sharding);
 
-  void set_weighting(const Weighting& weighting) override;
+  void set_weighting(const Weighting& weighting) override {
+    weighting_ = weighting;
+    transports_.front()->set_weighting(weighting);
+  }
   c10d::ProcessGroup* group() const override { return group_.get(); }
   c10d::ProcessGroup* lane(size_t number) const override;
-  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const override;
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const override {
+    std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> all{group_};
+    for (const auto& transport : transports_) std::ranges::copy(transport->lanes().all(), std::back_inserter(all));
+    return all;
+  }
   std::optional<size_t> status_tick() const override {
     return with_status_ == nullptr ? std::nullopt : std::optional(with_status_->tick);
   }
@@ -62,9 +69,16 @@ class Pipeline : public Exchange {
   double scale() const override { return weighting_.scale(group_->getSize()); }
   size_t lag() const override { return delays_.back() + transports_.back()->rounds() - 1; }
   void prepare(std::vector<Bucket>& buckets, const SideStreams& side_streams, Slabs* slabs) override;
-  void on_gradient(Bucket& bucket, size_t member) override;
+  void on_gradient(Bucket& bucket, size_t member) override {
+    need_wires(stretches_.front(), bucket.index());
+    codec_->on_gradient(bucket, member, scale_before(0, bucket));
+  }
   // If it raised, its next call starts only the rest, because what was started is counted.
-  void tick(size_t tick) override;
+  void tick(size_t tick) override {
+    check_fits();
+    in_window_ = true;
+    for (auto& stretch : stretches_) this->tick(stretch, tick);
+  }
   bool arrived(const Bucket& bucket) override;
   void when_arrived(const Bucket& bucket, std::function<void()> call) override {
     when_done(last_message(bucket).works(), call);
@@ -102,10 +116,11 @@ class Pipeline : public Exchange {
   void for_messages(const Function& function);
   template <typename Function>
   void for_later_rounds(Stretch& stretch, size_t tick, const Function& function);
-  c10::ScalarType dtype_of(size_t leg, Bucket& bucket) const;
-  double scale_before(size_t leg, Bucket& bucket) const {
-    return transports_[leg]->scale_before(dtype_of(leg, bucket));
+  c10::ScalarType dtype_of(size_t leg, Bucket& bucket) const {
+    const auto format = codec_->format(leg, bucket);
+    return format ? format->dtype : codec_->carrier(leg, bucket).layout.format().dtype;
   }
+  double scale_before(size_t leg, Bucket& bucket) const { return transports_[leg]->scale_before(dtype_of(leg, bucket)); }
 
   bool has_room_for_status(Bucket& last) const;
   void make_room_for_status(Bucket& last);

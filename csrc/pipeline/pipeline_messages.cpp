@@ -82,11 +82,6 @@ void Pipeline::add_leg(Message& message, Message::Leg leg) const {
   message.places.push_back(place_in(message, leg, *format));
 }
 
-c10::ScalarType Pipeline::dtype_of(size_t leg, Bucket& bucket) const {
-  const auto format = codec_->format(leg, bucket);
-  return format ? format->dtype : codec_->carrier(leg, bucket).layout.format().dtype;
-}
-
 // ------------------------------------------------------------------------------ note [Room for the status], exchange.h
 
 // There is, if one collective over all ranks adds up the last bucket's last message, in a dtype that can count them. A transport of
@@ -102,8 +97,7 @@ bool Pipeline::has_room_for_status(Bucket& last) const {
 void Pipeline::make_room_for_status(Bucket& last) {
   with_status_ = &message_of(last, codec_->legs() - 1);
   if (with_status_->is_own_wire) return;
-  status_place_ =
-      place_in(*with_status_, with_status_->legs.front(), {dtype_of(codec_->legs() - 1, last), kStatusRoom});
+  status_place_ = place_in(*with_status_, with_status_->legs.front(), {dtype_of(codec_->legs() - 1, last), kStatusRoom});
 }
 
 // -------------------------------------------------------------------------------------------- note [Wires of messages]

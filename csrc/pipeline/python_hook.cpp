@@ -31,13 +31,9 @@ c10::IntArrayRef kept_for_good(const std::vector<int64_t>& sizes) {
 
 class PythonHook : public Exchange {
  public:
-  PythonHook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
-             c10::intrusive_ptr<c10d::ProcessGroup> group, Groups others, LookAtPython look)
-      : hook_(std::move(hook)),
-        name_(std::move(name)),
-        group_(std::move(group)),
-        groups_(std::move(others)),
-        look_(look) {
+  PythonHook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name, c10::intrusive_ptr<c10d::ProcessGroup> group,
+             Groups others, LookAtPython look)
+      : hook_(std::move(hook)), name_(std::move(name)), group_(std::move(group)), groups_(std::move(others)), look_(look) {
     groups_.push_back(group_);
   }
 
@@ -126,8 +122,8 @@ class PythonHook : public Exchange {
       if (parameter.is_complex()) of_member.push_back(2);
       sizes.push_back(kept_for_good(of_member));
     }
-    c10d::GradBucket grad_bucket(layout.index(), layout.count(), buffer, layout.offsets(), layout.lengths(), sizes,
-                                 parameters, std::nullopt);
+    c10d::GradBucket grad_bucket(layout.index(), layout.count(), buffer, layout.offsets(), layout.lengths(), sizes, parameters,
+                                 std::nullopt);
     const Progress::UserCode runs;
     return without_lock([&] { return hook_->runHook(grad_bucket); });
   }
@@ -164,12 +160,10 @@ class PythonHook : public Exchange {
 
   // A Python future holds a Python object. The future of a process group's collective holds a value of torch's own.
   at::Tensor tensor_in(const c10::IValue& value, const Bucket& bucket) const {
-    const auto [tensor, type] = value.isPyObject()
-                                    ? look_(value.toPyObject())
-                                    : Seen{value.isTensor() ? value.toTensor() : at::Tensor(), value.tagKind()};
-    TORCH_CHECK_TYPE(tensor.defined(), "fastddp: the future that the communication hook ", name_,
-                     " returned for bucket ", bucket.index(), " holds an object of type ", type, ", not a tensor",
-                     kWhatItShouldHold, see("FD034"));
+    const auto [tensor, type] = value.isPyObject() ? look_(value.toPyObject())
+                                                   : Seen{value.isTensor() ? value.toTensor() : at::Tensor(), value.tagKind()};
+    TORCH_CHECK_TYPE(tensor.defined(), "fastddp: the future that the communication hook ", name_, " returned for bucket ",
+                     bucket.index(), " holds an object of type ", type, ", not a tensor", kWhatItShouldHold, see("FD034"));
     return tensor;
   }
 
@@ -191,8 +185,7 @@ class PythonHook : public Exchange {
 
 std::unique_ptr<Exchange> make_python_hook(std::unique_ptr<c10d::CommHookInterface> hook, std::string name,
                                            c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                           std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> others,
-                                           LookAtPython look) {
+                                           std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> others, LookAtPython look) {
   return std::make_unique<PythonHook>(std::move(hook), std::move(name), std::move(group), std::move(others), look);
 }
 

@@ -21,8 +21,7 @@ class Unlocked {
  public:
   explicit Unlocked(std::mutex& held) : lock_(held) { lock_.unlock(); }
   ~Unlocked() { lock_.lock(); }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Unlocked);
 
  private:
   std::mutex& lock_;
@@ -46,11 +45,10 @@ class Conductor {
   class Turn {
    public:
     Turn(Conductor& conductor, std::mutex& held) : conductor_(conductor) {
-      TORCH_CHECK(
-          conductor_.thread_ != std::this_thread::get_id(),
-          "fastddp: a communication hook or a callback asked its model for something that waits for the end of that "
-          "hook or callback. Do it after backward.",
-          see("FD014"));
+      TORCH_CHECK(conductor_.thread_ != std::this_thread::get_id(),
+                  "fastddp: a communication hook or a callback asked its model for something that waits for the end of that "
+                  "hook or callback. Do it after backward.",
+                  see("FD014"));
       conductor_.free_.wait(held, [&] { return !conductor_.is_busy(); });
       conductor_.thread_ = std::this_thread::get_id();
     }
@@ -58,8 +56,7 @@ class Conductor {
       conductor_.thread_ = {};
       conductor_.free_.notify_all();
     }
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
+    C10_DISABLE_COPY_AND_ASSIGN(Turn);
 
    private:
     Conductor& conductor_;

@@ -4,7 +4,6 @@
 #include <map>
 #include <utility>
 
-#include "device/cuda_driver.h"
 #include "errors/see.h"
 #include "reducer/errors.h"
 #include "reducer/reduction.h"
@@ -78,12 +77,6 @@ void Closing::send_status(const Exchange& exchange) {
   status_.send(*status_group(exchange), buckets_.device(), said(exchange));
 }
 
-void Closing::take_status_that_rode(Exchange& exchange) {
-  if (!status_rides(exchange)) return;
-  const auto [sums, factor] = exchange.take_status();
-  status_.came(sums, factor);
-}
-
 void Closing::host_waits_for_status(Exchange& exchange) {
   // Orders no gradients.
   const auto on_side_streams = buckets_.side_streams().make_current();
@@ -122,8 +115,7 @@ std::vector<Used> Closing::used_here() const {
       used[parameter] = is_late ? Used::late : Used::yes;
     }
   }
-  for (const auto parameter : buckets_.sparse())
-    used[parameter] = came(window_, buckets_, parameter) ? Used::yes : Used::no;
+  for (const auto parameter : buckets_.sparse()) used[parameter] = came(window_, buckets_, parameter) ? Used::yes : Used::no;
   return used;
 }
 
@@ -178,12 +170,6 @@ std::vector<Bucket> Closing::late_buckets() const {
   for (const auto& [kind, members] : late) made.push_back(buckets_.make_another(made.size(), late.size(), members));
   for (auto& bucket : made) bucket.wire.make(bucket.layout);
   return made;
-}
-
-void Closing::average_late(Bucket& late, Exchange& exchange) {
-  const auto wait = exchange.start_late(late);
-  ++late_started_;  // even if the wait raises
-  wait();
 }
 
 void Closing::exchange_late_gradients(Exchange& exchange) {

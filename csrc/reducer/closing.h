@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bucket/buckets.h"
+#include "device/cuda_driver.h"
 #include "pipeline/exchange.h"
 #include "reducer/local_gradients.h"
 #include "reducer/shared_sums.h"
@@ -82,12 +83,20 @@ class Closing {
   bool exchanges_status(const Exchange& exchange) const;
   WindowStatus::Said said(const Exchange& exchange) const;
   void host_waits_for_status(Exchange& exchange);
-  void take_status_that_rode(Exchange& exchange);
+  void take_status_that_rode(Exchange& exchange) {
+    if (!status_rides(exchange)) return;
+    const auto [sums, factor] = exchange.take_status();
+    status_.came(sums, factor);
+  }
   std::vector<Used> used_here() const;
   at::Tensor sparse_gradient(size_t parameter) const;
   void sum_over_ranks(const Exchange& exchange, std::vector<at::Tensor>& sparse_gradients, bool is_void);
   std::vector<Bucket> late_buckets() const;
-  void average_late(Bucket& late, Exchange& exchange);
+  void average_late(Bucket& late, Exchange& exchange) {
+    const auto wait = exchange.start_late(late);
+    ++late_started_;  // even if the wait raises
+    wait();
+  }
   void resolve_placeholders(Exchange& exchange);
   void discard_unused(Exchange& exchange) const;
 

@@ -9,12 +9,6 @@
 
 namespace fastddp {
 
-WindowState Reducer::state() {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (lock) notice_failure();  // if not, another thread is at work here, so nothing has raised
-  return window_.state();
-}
-
 // Waits for nothing: an exception may be on its way to its caller.
 void Reducer::notice_failure() {
   const auto& backward = backwards_.last();
@@ -26,11 +20,6 @@ void Reducer::notice_failure() {
   const auto late = closing_.take_late_failure();
   if (!late) return;
   failure_.found_later(late->what, late->window + 1, process_group_->getRank());
-  fail();
-}
-
-void Reducer::fail_here(const std::string& what) {
-  failure_.happened_here(what, window_.ended() + 1, process_group_->getRank());
   fail();
 }
 

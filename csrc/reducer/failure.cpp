@@ -1,24 +1,20 @@
 #include "reducer/failure.h"
 
-#include <utility>
-
 namespace fastddp {
 
 void Failure::happened_here(const std::string& what, size_t step, int rank) {
-  text_ =
-      "fastddp: the backward of synchronised step " + std::to_string(step) + " " + what + " on rank " +
-      std::to_string(rank) +
-      ". The gradients of that step are void on all ranks: each of them raises before it steps with them, or, where "
-      "that is known too late, at its next forward.";
+  text_ = "fastddp: the backward of synchronised step " + std::to_string(step) + " " + what + " on rank " +
+          std::to_string(rank) +
+          ". The gradients of that step are void on all ranks: each of them raises before it steps with them, or, where "
+          "that is known too late, at its next forward.";
   unsaid_ = Unsaid::warning;
 }
 
 void Failure::happened_elsewhere(const std::string& what, size_t step, int rank) {
-  text_ =
-      "fastddp: the backward of synchronised step " + std::to_string(step) + " " + what +
-      ", so the gradients of that step are void on all ranks, rank " + std::to_string(rank) +
-      " too. What happened there says the error of that backward, and a warning at the next forward there. Restart; "
-      "or, to go on, catch both errors, call zero_grad() on all ranks, and continue with the next forward.";
+  text_ = "fastddp: the backward of synchronised step " + std::to_string(step) + " " + what +
+          ", so the gradients of that step are void on all ranks, rank " + std::to_string(rank) +
+          " too. What happened there says the error of that backward, and a warning at the next forward there. Restart; "
+          "or, to go on, catch both errors, call zero_grad() on all ranks, and continue with the next forward.";
   unsaid_ = Unsaid::nothing;
 }
 

@@ -9,7 +9,6 @@
 #include <cmath>
 #include <limits>
 #include <unordered_map>
-#include <utility>
 
 #include "reducer/closing.h"
 #include "reducer/ticks.h"
@@ -39,10 +38,9 @@ at::Tensor measure_flat(const at::Tensor& values) {
 }  // namespace
 
 void LocalGradients::watch(bool watching) {
-  TORCH_CHECK(
-      !window_.is_open() && !window_.is(WindowState::failed),
-      "fastddp: gradients can begin to be measured, or cease to be, between two windows only, not while one is ",
-      to_string(window_.state()));
+  TORCH_CHECK(!window_.is_open() && !window_.is(WindowState::failed),
+              "fastddp: gradients can begin to be measured, or cease to be, between two windows only, not while one is ",
+              to_string(window_.state()));
   buckets_.set_measure_locally(watching);
 }
 

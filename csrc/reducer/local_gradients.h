@@ -56,9 +56,8 @@ class LocalGradients {
   // A window in which gradients were not finite.
   struct Noticed {
     size_t window;
-    bool by_all;  // every rank of the exchange knows it now, before its next forward
-    bool
-        in_result;  // all ranks' own gradients were finite, but the result here is not: other ranks may have another one
+    bool by_all;     // every rank of the exchange knows it now, before its next forward
+    bool in_result;  // all ranks' own gradients were finite, but the result here is not: other ranks may have another one
   };
   // Notices whether gradients of the ending window are not finite on a rank, or their sum may not be. On the CPU it then counts
   // in the synchronised gradients: whoever looks next may come after zero_grad().

@@ -21,8 +21,7 @@ namespace fastddp {
 // A *step* lasts from a window's first forward to that of the next window. If nobody listens, a function costs a test or two.
 class Observer {
  public:
-  Observer(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
-           const c10d::ProcessGroup& group);
+  Observer(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, const c10d::ProcessGroup& group);
 
   void buckets_change() { sampler_.forget(); }
   void buckets_are(const std::vector<Bucket>& buckets);
@@ -96,8 +95,7 @@ class Observer {
    public:
     Gathers(Observer& observer, size_t bucket);
     ~Gathers();
-    Gathers(const Gathers&) = delete;
-    Gathers& operator=(const Gathers&) = delete;
+    C10_DISABLE_COPY_AND_ASSIGN(Gathers);
 
    private:
     Observer& observer_;
@@ -112,8 +110,7 @@ class Observer {
    public:
     Waits(Observer& observer, size_t tick, bool runs_hook = false);
     ~Waits();
-    Waits(const Waits&) = delete;
-    Waits& operator=(const Waits&) = delete;
+    C10_DISABLE_COPY_AND_ASSIGN(Waits);
 
    private:
     Observer& observer_;
@@ -127,8 +124,7 @@ class Observer {
    public:
     explicit Backward(Observer& observer) : observer_(observer) {}
     ~Backward();
-    Backward(const Backward&) = delete;
-    Backward& operator=(const Backward&) = delete;
+    C10_DISABLE_COPY_AND_ASSIGN(Backward);
 
    private:
     Observer& observer_;

@@ -24,8 +24,7 @@ class OtherReducers {
  public:
   OtherReducers(const Reducer& own, const std::vector<at::Tensor>& parameters);
   ~OtherReducers();
-  OtherReducers(const OtherReducers&) = delete;
-  OtherReducers& operator=(const OtherReducers&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(OtherReducers);
 
   // Whether another reducer now reacts to gradients of these parameters, too, or one that is not fastddp's may: it has a hook.
   bool read_gradients() const;

@@ -19,8 +19,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       window_(buckets_.parameters().size(), expect),
       averaged_(window_, mutex_),
       observer_(buckets_.parameters(), names, *process_group_),
-      ticks_(buckets_, observer_,
-             std::make_shared<Pipeline>(make_cast(std::nullopt), make_all_reduce(Lanes({process_group_}))),
+      ticks_(buckets_, observer_, std::make_shared<Pipeline>(make_cast(std::nullopt), make_all_reduce(Lanes({process_group_}))),
              [this](Bucket& bucket) { averaged_.bucket_finished(bucket); }),
       reduction_(*this, buckets_, window_, ticks_, observer_, conductor_, shared_sums_, mutex_),
       local_(buckets_, window_),
@@ -42,16 +41,6 @@ Reducer::~Reducer() {
   const std::lock_guard lock(mutex_);
   const c10::AutoGradMode no_grad(false);
   has_streams(buckets_.device()) ? ticks_.leave_behind() : ticks_.exchange().undo({});
-}
-
-void Reducer::apply(WindowEvent event) {
-  if (window_.apply(event)) begin_window();
-  observer_.window_is(window_);
-}
-
-void Reducer::own(Exchange& exchange) {
-  exchange.called_under(mutex_);
-  exchange.status_is_written_by([&, this](const at::Tensor& room) { closing_.write_status(exchange, room); });
 }
 
 void Reducer::begin_window() {
@@ -85,12 +74,6 @@ void Reducer::set_plan(const Plan& plan) {
   observer_.buckets_are(buckets_.all());
   movable_ = movable;
   if (memory_ == nullptr) place_gradients();
-}
-
-void Reducer::place_gradients() {
-  const c10::AutoGradMode no_grad(false);
-  buckets_.move_in(std::exchange(movable_, {}));
-  buckets_.place_main_gradients();
 }
 
 void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
@@ -145,8 +128,7 @@ void Reducer::begin_forward(bool grad_enabled) {
     observer_.module_runs();
   }
   if (!grad_enabled) return;
-  TORCH_CHECK(!window_.is(WindowState::partial),
-              "fastddp: a forward began while gradients of the last window are missing");
+  TORCH_CHECK(!window_.is(WindowState::partial), "fastddp: a forward began while gradients of the last window are missing");
   if (!steps_are_seen_ && !window_.is(WindowState::reducing) && !adds_up()) ticks_.exchange().keep();
   apply(WindowEvent::forward);
   observer_.forward_begins(window_.ended());
@@ -221,8 +203,7 @@ void Reducer::begin_with_gradient() {
   if (is_another && (!window_.ends_with_backward() || !comes_by_outputs)) return;
   const bool was_seen = backwards_.last().runs();
   note_backward();
-  TORCH_CHECK(was_seen || !window_.may_end_early() || !Backwards::is_inside_nested(), kBeginsInCheckpoint,
-              see("FD011"));
+  TORCH_CHECK(was_seen || !window_.may_end_early() || !Backwards::is_inside_nested(), kBeginsInCheckpoint, see("FD011"));
   begin_reduction();
 }
 
@@ -235,8 +216,8 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   const Range range("gradient", buckets_.name(parameter), buckets_.place(parameter).bucket);
   const c10::AutoGradMode no_grad(false);
   if (buckets_.form().in_main_grad && (incoming.defined() || by_layer)) {
-    TORCH_CHECK(by_layer || buckets_.parameters()[parameter].grad().defined(),
-                "fastddp: ", buckets_.describe(parameter), kMainGradientIsGone, see("FD008"));
+    TORCH_CHECK(by_layer || buckets_.parameters()[parameter].grad().defined(), "fastddp: ", buckets_.describe(parameter),
+                kMainGradientIsGone, see("FD008"));
     buckets_.add_to_main(parameter);
     exclusive = false;
   }

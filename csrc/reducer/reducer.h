@@ -185,7 +185,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Where the wires of coming exchanges come from; null: ordinary memory. Otherwise wires of a new plan wait for its exchange.
   void use_memory(std::shared_ptr<const RegisteredMemory> memory);
 
-  WindowState state();
+  WindowState state() {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (lock) notice_failure();  // if not, another thread is at work here, so nothing has raised
+    return window_.state();
+  }
   // Why the window has failed; empty if it has not.
   std::string failure() {
     const std::lock_guard lock(mutex_);
@@ -203,10 +207,20 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
  private:
   // Moves the window on. If a new window begins, resets what this object has for the old one.
-  void apply(WindowEvent event);
-  void own(Exchange& exchange);
+  void apply(WindowEvent event) {
+    if (window_.apply(event)) begin_window();
+    observer_.window_is(window_);
+  }
+  void own(Exchange& exchange) {
+    exchange.called_under(mutex_);
+    exchange.status_is_written_by([&, this](const at::Tensor& room) { closing_.write_status(exchange, room); });
+  }
   void begin_window();
-  void place_gradients();
+  void place_gradients() {
+    const c10::AutoGradMode no_grad(false);
+    buckets_.move_in(std::exchange(movable_, {}));
+    buckets_.place_main_gradients();
+  }
 
   // From a forward to a gradient.
   void on_backward_begin();
@@ -225,7 +239,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Windows that fail.
   void notice_failure();
-  void fail_here(const std::string& what);
+  void fail_here(const std::string& what) {
+    failure_.happened_here(what, window_.ended() + 1, process_group_->getRank());
+    fail();
+  }
   void fail() {
     apply(WindowEvent::fail);
     observer_.window_failed();

@@ -35,12 +35,6 @@ void Reduction::remember_gradients() {
   }
 }
 
-void Reduction::look_at(size_t parameter) {
-  const auto& gradient = buckets_.gradient(parameter);
-  if (remembered_.empty() || !gradient.defined()) return;
-  written_[parameter] = written_[parameter] || !remembered_[parameter].is_untouched(gradient);
-}
-
 void Reduction::take_unseen() {
   for (size_t parameter = 0; parameter < remembered_.size(); ++parameter) {
     if (window_.arrival(parameter) == Arrival::synchronised) continue;
@@ -65,8 +59,7 @@ void Reduction::begin() {
   if (window_.is_learning()) return remember_gradients();
   const c10::AutoGradMode no_grad(false);
   for (auto& bucket : buckets_.all()) {
-    bucket.use_placeholders([&](size_t member) { return !window_.waits_for(bucket.layout.parameter(member)); },
-                            counts());
+    bucket.use_placeholders([&](size_t member) { return !window_.waits_for(bucket.layout.parameter(member)); }, counts());
   }
   remember_gradients();
   start_complete_buckets();
@@ -105,8 +98,8 @@ void Reduction::check_expected(size_t parameter, Window::Hook hook) const {
   TORCH_CHECK(hook != Window::Hook::too_many, "fastddp: ", buckets_.describe(parameter),
               " got a second gradient in one window on rank ", reducer_.process_group().getRank(), kSecondGradient,
               see("FD006"));
-  TORCH_CHECK(window_.ends_with_backward() || hook != Window::Hook::unexpected,
-              "fastddp: ", buckets_.describe(parameter), kUsageChanged, see("FD007"));
+  TORCH_CHECK(window_.ends_with_backward() || hook != Window::Hook::unexpected, "fastddp: ", buckets_.describe(parameter),
+              kUsageChanged, see("FD007"));
 }
 
 void Reduction::complete(size_t parameter, bool exclusive) {

@@ -26,8 +26,8 @@ bool came(const Window& window, const Buckets& buckets, size_t parameter);
 // All functions are called with the reducer's lock held.
 class Reduction {
  public:
-  Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer,
-            Conductor& conductor, const SharedSums& shared_sums, std::mutex& lock);
+  Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer, Conductor& conductor,
+            const SharedSums& shared_sums, std::mutex& lock);
 
   // The window reduces from now on.
   void begin();
@@ -41,7 +41,11 @@ class Reduction {
     written_.assign(written_.size(), false);
   }
   // Before autograd adds to a gradient: a layer may have written it by now.
-  void look_at(size_t parameter);
+  void look_at(size_t parameter) {
+    const auto& gradient = buckets_.gradient(parameter);
+    if (remembered_.empty() || !gradient.defined()) return;
+    written_[parameter] = written_[parameter] || !remembered_[parameter].is_untouched(gradient);
+  }
   // A layer says that it has written the gradient.
   void note_written(size_t parameter) { written_[parameter] = true; }
   // Backward has ended: takes what layers have written to gradients that autograd knows nothing of.

@@ -20,8 +20,7 @@ void SharedSums::note(const Weighting& weighting, int rank, const Window& window
 void SharedSums::zero(const Buckets& buckets, size_t parameter, bool by_layer) {
   if (!counts_elsewhere(parameter)) return;
   const auto& gradient = buckets.gradient(parameter);
-  TORCH_CHECK(!by_layer || !gradient.defined(), "fastddp: ", buckets.describe(parameter), kWrittenIntoSum,
-              see("FD049"));
+  TORCH_CHECK(!by_layer || !gradient.defined(), "fastddp: ", buckets.describe(parameter), kWrittenIntoSum, see("FD049"));
   counts_elsewhere_[parameter] = false;
   const c10::AutoGradMode no_grad(false);
   if (gradient.defined()) about_to_write(gradient).zero_();

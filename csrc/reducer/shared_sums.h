@@ -25,9 +25,7 @@ class SharedSums {
   void note(const Weighting& weighting, int rank, const Window& window, size_t parameters);
 
   // Whether another rank holds the same sum as this gradient, and counts it.
-  bool counts_elsewhere(size_t parameter) const {
-    return parameter < counts_elsewhere_.size() && counts_elsewhere_[parameter];
-  }
+  bool counts_elsewhere(size_t parameter) const { return parameter < counts_elsewhere_.size() && counts_elsewhere_[parameter]; }
 
   // Before something is added to the gradient. `by_layer`: it has been, if at all, and cannot be told from the sum.
   void zero(const Buckets& buckets, size_t parameter, bool by_layer);

@@ -11,8 +11,7 @@
 
 namespace fastddp {
 
-Ticks::Ticks(Buckets& buckets, Observer& observer, std::shared_ptr<Exchange> exchange,
-             std::function<void(Bucket&)> on_finished)
+Ticks::Ticks(Buckets& buckets, Observer& observer, std::shared_ptr<Exchange> exchange, std::function<void(Bucket&)> on_finished)
     : buckets_(buckets), observer_(observer), exchange_(std::move(exchange)), on_finished_(std::move(on_finished)) {}
 
 void Ticks::tick() {
@@ -69,11 +68,10 @@ void Ticks::leave_behind() {
 }
 
 at::Tensor Ticks::measure(const Window& window) {
-  TORCH_CHECK(
-      window.is(WindowState::finished),
-      "fastddp: the norm of gradients is known between the backward that synchronises them and the next forward, "
-      "not while the window is ",
-      to_string(window.state()), ".");
+  TORCH_CHECK(window.is(WindowState::finished),
+              "fastddp: the norm of gradients is known between the backward that synchronises them and the next forward, "
+              "not while the window is ",
+              to_string(window.state()), ".");
   const c10::AutoGradMode no_grad(false);
   const auto device = buckets_.device();
   std::vector<at::Tensor> pairs{at::zeros({2}, at::TensorOptions().dtype(at::kDouble).device(device))};
@@ -92,8 +90,7 @@ at::Tensor Ticks::measure(const Window& window) {
 
 bool Ticks::has_written_not_finite() const {
   for (const auto& bucket : buckets_.all()) {
-    for (const auto& measured :
-         bucket.shard == nullptr ? bucket.window.measured : bucket.shard->spans.window.measured) {
+    for (const auto& measured : bucket.shard == nullptr ? bucket.window.measured : bucket.shard->spans.window.measured) {
       if (!measured.is_cpu()) continue;
       const auto* numbers = measured.const_data_ptr<double>();
       for (int64_t i = 1; i < measured.numel(); i += 2) {

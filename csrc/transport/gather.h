@@ -15,8 +15,7 @@ class Gather {
  public:
   // `interruption`: ends waits, as in a window. `model`: its number, for ranks that gather several models' parameters in different
   // orders.
-  Gather(Lanes lanes, c10::Device device, Cut cut, size_t buckets, std::shared_ptr<Interruption> interruption,
-         size_t model);
+  Gather(Lanes lanes, c10::Device device, Cut cut, size_t buckets, std::shared_ptr<Interruption> interruption, size_t model);
 
   // On the current stream, which has written this rank's run of `memory`.
   void start(size_t bucket, const at::Tensor& memory);

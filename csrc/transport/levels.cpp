@@ -42,8 +42,7 @@ std::vector<Level> make_levels(const Nodes& nodes, int rank) {
   if (by_node.size() == 1 || most == 1 || most > kMostRoom * least) return {all_ranks(nodes.size(), rank)};
 
   const auto own = static_cast<size_t>(
-      std::ranges::find_if(by_node, [&](const auto& ranks) { return std::ranges::count(ranks, rank) != 0; }) -
-      by_node.begin());
+      std::ranges::find_if(by_node, [&](const auto& ranks) { return std::ranges::count(ranks, rank) != 0; }) - by_node.begin());
   const Level inner{by_node[own], place_of(rank, by_node[own]), least};
   if (!inner.owns_a_shard()) return {inner, {{}, by_node.size(), by_node.size()}};
   std::vector<int> owners;

@@ -54,11 +54,10 @@ class Look : public c10d::Work {
         ++there_;
         continue;
       }
-      TORCH_CHECK_WITH(DistBackendError, !is_aborted_, "fastddp: the wait for process ", at_[there_].process,
-                       " was aborted");
+      TORCH_CHECK_WITH(DistBackendError, !is_aborted_, "fastddp: the wait for process ", at_[there_].process, " was aborted");
       const auto waited = std::chrono::steady_clock::now() - begin;
-      TORCH_CHECK_WITH(DistBackendError, waited < timeout_, "fastddp: process ", at_[there_].process,
-                       " did not come within ", timeout_.count(), " ms, the process group's timeout");
+      TORCH_CHECK_WITH(DistBackendError, waited < timeout_, "fastddp: process ", at_[there_].process, " did not come within ",
+                       timeout_.count(), " ms, the process group's timeout");
       if (looks < kLooksInARow) {
         sched_yield();
       } else {
@@ -139,9 +138,7 @@ class Reads : public Stages {
   void start_sum(size_t round, c10d::ProcessGroup&, Piece& piece, const Shards& shards, const Sum& sum) const override {
     const bool reads = owns_a_shard() && shards[level_.place].numel() > 0;
     const auto owners = with_elements(shards);
-    const auto add = [this, shards, sum, bucket = piece.bucket](const auto& from) {
-      add_up(bucket, from, shards, sum);
-    };
+    const auto add = [this, shards, sum, bucket = piece.bucket](const auto& from) { add_up(bucket, from, shards, sum); };
     start(round, piece, shards, {reads ? others(level_.ranks.size()) : Places(), level_.place, add},
           sum.is_last ? owners : Places());
   }
@@ -207,9 +204,9 @@ class Reads : public Stages {
     const auto meeting = meetings_++;
     const auto tag = static_cast<uint64_t>(piece.tag) * kMostRounds + round;
     const auto* const memory = static_cast<const char*>(shards[0].storage().data());
-    outbox_.begin(meeting, tag,
-                  reinterpret_cast<uint64_t>(memory) +
-                      static_cast<uint64_t>(shards[0].storage_offset()) * shards[0].element_size());
+    outbox_.begin(
+        meeting, tag,
+        reinterpret_cast<uint64_t>(memory) + static_cast<uint64_t>(shards[0].storage_offset()) * shards[0].element_size());
     if (plan.from.empty()) {
       outbox_.end(meeting);
     } else {
@@ -248,8 +245,7 @@ class Reads : public Stages {
       std::vector<at::Tensor> parts(level_.ranks.size());
       parts[level_.place] = own.narrow(0, begin, count);
       for (size_t i = 0; i < remotes.size(); ++i) {
-        const auto copy =
-            copies.select(0, at::get_thread_num()).narrow(0, static_cast<int64_t>(i) * bytes, count * size);
+        const auto copy = copies.select(0, at::get_thread_num()).narrow(0, static_cast<int64_t>(i) * bytes, count * size);
         parts[places[i]] = copy.view(own.scalar_type());
         remotes[i].read(begin, parts[places[i]]);
       }

@@ -14,10 +14,7 @@ std::vector<at::Tensor> rows(const at::Tensor& part, size_t count) {
 class ShardedSum : public Transport {
  public:
   ShardedSum(Lanes lanes, const std::vector<Level>& levels, c10::Device device)
-      : Transport(std::move(lanes)),
-        levels_(levels),
-        device_(device),
-        in_pairs_(goes_in_pairs(*lanes_.first(), device)) {
+      : Transport(std::move(lanes)), levels_(levels), device_(device), in_pairs_(goes_in_pairs(*lanes_.first(), device)) {
     for (const auto& level : levels) stages_.push_back(in_pairs_ ? make_pairs(level, lanes_) : make_all_to_all(level));
   }
 

@@ -91,8 +91,7 @@ void sum_sparse_gradients(c10d::ProcessGroup& group, std::vector<at::Tensor>& gr
       gradients[i] = gradient_of(everyones_rows, parameters[i]);
     }
     const bool is_void_somewhere = std::ranges::min(counts) == kNotANumber;
-    if (is_void_somewhere && gradients[i].defined())
-      gradients[i].values().fill_(std::numeric_limits<double>::quiet_NaN());
+    if (is_void_somewhere && gradients[i].defined()) gradients[i].values().fill_(std::numeric_limits<double>::quiet_NaN());
   }
 }
 

@@ -3,7 +3,6 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <optional>
 #include <vector>
 
 namespace fastddp {

@@ -40,13 +40,11 @@ class Pairs : public Stages {
  public:
   using Stages::Stages;
 
-  void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards,
-                 const Sum&) const override {
+  void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards, const Sum&) const override {
     Messages messages{lane, piece, round};
     if (owns_a_shard()) {
       const auto rows = rows_of(piece, room_for(piece, shards, level_, level_.ranks.size() - 1), shards);
-      for_others(level_, level_.ranks.size(),
-                 [&](size_t other) { messages.receive(rows[other], level_.ranks[other]); });
+      for_others(level_, level_.ranks.size(), [&](size_t other) { messages.receive(rows[other], level_.ranks[other]); });
     }
     for_others(level_, shards.size(), [&](size_t owner) { messages.send(shards[owner], level_.ranks[owner]); });
   }

@@ -51,8 +51,7 @@ class Stages {
   // The shard is this rank's to add up.
   bool owns_a_shard() const { return level_.owns_a_shard(); }
 
-  virtual void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards,
-                         const Sum& sum) const = 0;
+  virtual void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards, const Sum& sum) const = 0;
   // The current stream has waited for start_sum().
   virtual void add_up(const Piece& piece, const Shards& shards, const Sum& sum) const = 0;
   virtual void start_spread(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const = 0;

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <string>
 
-#include "device/compiled_kernels.h"
 #include "device/vector_x86.h"
 
 namespace fastddp {

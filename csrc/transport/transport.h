@@ -3,7 +3,6 @@
 
 #include <functional>
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -17,8 +16,7 @@ namespace fastddp {
 // Cuts a bucket's wire into runs, by rank of the group.
 using Cut = std::function<Shards(const at::Tensor& wire, size_t bucket)>;
 inline Cut runs_of(std::shared_ptr<Sharding> sharding) {
-  return
-      [sharding = std::move(sharding)](const at::Tensor& wire, size_t bucket) { return sharding->cut(wire, bucket); };
+  return [sharding = std::move(sharding)](const at::Tensor& wire, size_t bucket) { return sharding->cut(wire, bucket); };
 }
 
 // A wire travels in *rounds*, and all ranks go through all rounds. A transport knows ranks, groups and how to add up. It knows

@@ -19,15 +19,8 @@ struct Weighting {
   double share = 0.0;  // this rank's; may differ between windows
 
   double scale(int64_t ranks) const {
-    switch (kind) {
-      case Kind::sum:
-        return 1.0;
-      case Kind::share:
-        return share;
-      case Kind::mean:
-        break;
-    }
-    return 1.0 / static_cast<double>(ranks);
+    if (kind == Kind::mean) return 1.0 / static_cast<double>(ranks);
+    return kind == Kind::sum ? 1.0 : share;
   }
 };
 

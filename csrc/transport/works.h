@@ -47,8 +47,7 @@ class WithoutPythonObjects {
     at::impl::ThreadLocalPythonObjects::set_state({});
   }
   ~WithoutPythonObjects() { at::impl::ThreadLocalPythonObjects::set_state(std::move(objects_)); }
-  WithoutPythonObjects(const WithoutPythonObjects&) = delete;
-  WithoutPythonObjects& operator=(const WithoutPythonObjects&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(WithoutPythonObjects);
 
  private:
   at::impl::ThreadLocalPythonObjects objects_;

@@ -1,8 +1,6 @@
 #include "waits/interruption.h"
 
-#include <chrono>
 #include <condition_variable>
-#include <memory>
 #include <set>
 #include <thread>
 #include <utility>

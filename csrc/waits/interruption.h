@@ -67,8 +67,7 @@ class Interruption {
     // `device`: the device of the tensors that are waited for.
     Scope(Interruption& interruption, c10::Device device);
     ~Scope();
-    Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
+    C10_DISABLE_COPY_AND_ASSIGN(Scope);
 
    private:
     Interruption* const before_;

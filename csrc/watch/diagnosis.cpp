@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdio>
 #include <map>
 #include <optional>
 #include <set>
-#include <sstream>
 
 #include "watch/links.h"
 
@@ -41,8 +39,8 @@ std::string last(const Record& record) {
 }
 
 std::string bucket(const Record& record) {
-  return (record.of_parameters ? "the parameters of bucket " : "bucket ") + std::to_string(record.bucket.value_or(0)) +
-         " of " + std::to_string(record.buckets);
+  return (record.of_parameters ? "the parameters of bucket " : "bucket ") + std::to_string(record.bucket.value_or(0)) + " of " +
+         std::to_string(record.buckets);
 }
 
 std::string where(const Record& record) {
@@ -135,8 +133,7 @@ Cause cause_of(const Record& record) {
 }
 
 bool is_in_data_loader(const Record& record) {
-  return std::ranges::any_of(record.stack,
-                             [](const auto& line) { return line.find("torch/utils/data") != std::string::npos; });
+  return std::ranges::any_of(record.stack, [](const auto& line) { return line.find("torch/utils/data") != std::string::npos; });
 }
 
 // Whether it waits, since after some rank has begun to wait here, in another collective that this one would have to join. Python
@@ -184,9 +181,7 @@ std::string how_it_ended(const Record& record) {
 }
 
 std::string sentence(Cause cause, const Record& record) {
-  const auto is = [&](const std::string& what) {
-    return what + " for " + seconds(record.seconds) + " (" + processes() + ")";
-  };
+  const auto is = [&](const std::string& what) { return what + " for " + seconds(record.seconds) + " (" + processes() + ")"; };
   const auto was = " It was " + where(record) + ".";
   switch (cause) {
     case Cause::gone:
@@ -200,9 +195,8 @@ std::string sentence(Cause cause, const Record& record) {
     case Cause::silent:
       return "says nothing: its process or its machine is gone, or cannot reach the store.";
     case Cause::outside:
-      return is(is_in_data_loader(record)
-                    ? "waits for its data loader,"
-                    : "is between two steps (data loading, evaluation, a checkpoint or other code),") +
+      return is(is_in_data_loader(record) ? "waits for its data loader,"
+                                          : "is between two steps (data loading, evaluation, a checkpoint or other code),") +
              ".";
     case Cause::forward:
       return is("is in forward") + ".";
@@ -310,12 +304,11 @@ std::optional<Finding> unanswered(const std::vector<Record>& records) {
     said.push_back("from " + ends.first + " (" + named(way.ranks) + ") to " + ends.second + ", for up to " +
                    seconds(way.seconds));
   }
-  return Finding{
-      Cause::network,
-      {},
-      "The network is down on these ways, or the machine at their end: " + listed(said) +
-          ". What was sent there is not acknowledged, as it would be even if all processes there hung. Look at "
-          "cables, switches, firewalls, and at that machine."};
+  return Finding{Cause::network,
+                 {},
+                 "The network is down on these ways, or the machine at their end: " + listed(said) +
+                     ". What was sent there is not acknowledged, as it would be even if all processes there hung. Look at "
+                     "cables, switches, firewalls, and at that machine."};
 }
 
 // Compares ranks that all wait for others.
@@ -368,8 +361,8 @@ std::string headline(const std::vector<Record>& waiting, size_t step, int ranks)
   const auto places = grouped<std::string>(waiting, where);
   const auto most = std::ranges::max_element(places, {}, [](const auto& group) { return group.second.size(); });
   const auto longest = std::ranges::max(waiting, {}, [](const Record& of) { return of.seconds; });
-  text += ": " + std::to_string(waiting.size()) + " of " + std::to_string(ranks) +
-          (ranks == 1 ? " rank is " : " ranks are ") + most->first;
+  text += ": " + std::to_string(waiting.size()) + " of " + std::to_string(ranks) + (ranks == 1 ? " rank is " : " ranks are ") +
+          most->first;
   if (longest.bytes > 0) {
     text += " (" + megabytes(longest.bytes) + (longest.collectives.empty() ? "" : "; " + longest.collectives) + ")";
   }

@@ -117,9 +117,8 @@ std::optional<Report> StallWatch::find_who_has_ended(int looks) {
   auto report = diagnose(records, 0);
   std::erase_if(report.findings, [](const Finding& finding) { return finding.cause != Cause::gone; });
   const auto& gone = report.findings.empty() ? std::vector<int>{} : report.findings.front().ranks;
-  report.headline = "step " + std::to_string(own.windows + 1) + " has failed on rank " +
-                    std::to_string(progress_->rank()) + ", because " + named(gone) +
-                    (gone.size() == 1 ? " is" : " are") + " gone.";
+  report.headline = "step " + std::to_string(own.windows + 1) + " has failed on rank " + std::to_string(progress_->rank()) +
+                    ", because " + named(gone) + (gone.size() == 1 ? " is" : " are") + " gone.";
   return report;
 }
 

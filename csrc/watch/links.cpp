@@ -44,8 +44,7 @@ std::optional<std::string> far_address(int descriptor) {
   const void* address = nullptr;
   if (peer.ss_family == AF_INET) address = &reinterpret_cast<const sockaddr_in*>(&peer)->sin_addr;
   if (peer.ss_family == AF_INET6) address = &reinterpret_cast<const sockaddr_in6*>(&peer)->sin6_addr;
-  if (address == nullptr || inet_ntop(peer.ss_family, address, text.data(), text.size()) == nullptr)
-    return std::nullopt;
+  if (address == nullptr || inet_ntop(peer.ss_family, address, text.data(), text.size()) == nullptr) return std::nullopt;
   std::string found = text.data();
   if (found.starts_with("::ffff:")) found.erase(0, 7);  // IPv4 through a socket of IPv6
   if (found.starts_with("127.") || found == "::1") return std::nullopt;

@@ -18,8 +18,7 @@ std::optional<Snapshot> try_to_read(const std::string& path) {
 std::string what_changes(const Snapshot& of) {
   std::ostringstream out;
   out << to_string(of.doing) << ' ' << of.windows << ' ' << of.tick << ' ' << of.finished << ' ' << of.gradients;
-  if (of.device_wait)
-    out << ' ' << of.device_wait->window << ' ' << of.device_wait->bucket << ' ' << of.device_wait->has_begun;
+  if (of.device_wait) out << ' ' << of.device_wait->window << ' ' << of.device_wait->bucket << ' ' << of.device_wait->has_begun;
   return out.str();
 }
 

@@ -84,21 +84,28 @@ void for_fields(Of& record, const Visit& visit) {
 struct Writer {
   std::ostringstream& out;
 
-  void operator()(const char* key, const std::string& value) const { out << key << ' ' << one_line(value) << '\n'; }
-  void operator()(const char* key, Life value) const { (*this)(key, std::string(to_string(value))); }
-  void operator()(const char* key, Doing value) const { (*this)(key, std::string(to_string(value))); }
-  void operator()(const char* key, Record::Device value) const { (*this)(key, std::string(to_string(value))); }
-  void operator()(const char* key, const std::vector<std::string>& values) const {
-    for (const auto& value : values) (*this)(key, value);
+  template <typename Field>
+  void operator()(const char* key, const Field& field) const {
+    if constexpr (requires { to_string(field); }) {
+      write(key, std::string(to_string(field)));
+    } else {
+      write(key, field);
+    }
   }
-  void operator()(const char* key, const std::vector<size_t>& numbers) const { (*this)(key, ranges_of(numbers)); }
+
+ private:
+  void write(const char* key, const std::string& value) const { out << key << ' ' << one_line(value) << '\n'; }
+  void write(const char* key, const std::vector<std::string>& values) const {
+    for (const auto& value : values) write(key, value);
+  }
+  void write(const char* key, const std::vector<size_t>& numbers) const { write(key, ranges_of(numbers)); }
   template <typename Number>
-  void operator()(const char* key, const std::optional<Number>& value) const {
-    if (value) (*this)(key, *value);
+  void write(const char* key, const std::optional<Number>& value) const {
+    if (value) write(key, *value);
   }
   template <typename Number>
-  void operator()(const char* key, Number value) const {
-    (*this)(key, std::to_string(value));
+  void write(const char* key, Number value) const {
+    write(key, std::to_string(value));
   }
 };
 
@@ -106,33 +113,25 @@ struct Reader {
   const std::string& key;
   const std::string& value;
 
-  void operator()(const char* of, std::string& field) const {
-    if (key == of) field = value;
+  template <typename Field>
+  void operator()(const char* of, Field& field) const {
+    if (key == of) read(field);
   }
-  void operator()(const char* of, Life& field) const {
-    if (key == of) field = named(value, Life::unknown);
-  }
-  void operator()(const char* of, Doing& field) const {
-    if (key == of) field = named(value, Doing::agree);
-  }
-  void operator()(const char* of, Record::Device& field) const {
-    if (key == of) field = named(value, Record::Device::computes);
-  }
-  void operator()(const char* of, std::vector<std::string>& field) const {
-    if (key == of) field.push_back(value);
-  }
-  void operator()(const char* of, std::vector<size_t>& field) const {
-    if (key == of) field = numbers_in(value);
+
+ private:
+  void read(std::string& field) const { field = value; }
+  void read(Life& field) const { field = named(value, Life::unknown); }
+  void read(Doing& field) const { field = named(value, Doing::agree); }
+  void read(Record::Device& field) const { field = named(value, Record::Device::computes); }
+  void read(std::vector<std::string>& field) const { field.push_back(value); }
+  void read(std::vector<size_t>& field) const { field = numbers_in(value); }
+  template <typename Number>
+  void read(std::optional<Number>& field) const {
+    read(field.emplace());
   }
   template <typename Number>
-  void operator()(const char* of, std::optional<Number>& field) const {
-    if (key != of) return;
-    field.emplace();
-    (*this)(of, *field);
-  }
-  template <typename Number>
-  void operator()(const char* of, Number& field) const {
-    if (key == of) field = static_cast<Number>(std::stod(value));
+  void read(Number& field) const {
+    field = static_cast<Number>(std::stod(value));
   }
 };
 
@@ -173,11 +172,6 @@ bool Record::waits() const {
   if (device != Device::with_host) return device == Device::waits;
   return doing == Doing::finish || doing == Doing::closing || doing == Doing::gather || doing == Doing::agree ||
          (doing == Doing::tick && !runs_user_code);
-}
-
-bool Record::has_raised() const {
-  const bool in_backward = doing == Doing::after_backward && state == to_string(WindowState::reducing);
-  return !is_stale && (fails_for_others || in_backward);
 }
 
 Record record_of(const Snapshot& snapshot, Life life, double still) {

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -49,7 +48,10 @@ struct Record : OfProcess, Position, OfGradients, BesideThePage {
   // Whether it waits for other ranks in a collective of the reducer.
   bool waits() const;
   // Whether its backward has raised, or a collective outside of it has failed, in an open step: mostly due to another rank.
-  bool has_raised() const;
+  bool has_raised() const {
+    const bool in_backward = doing == Doing::after_backward && state == to_string(WindowState::reducing);
+    return !is_stale && (fails_for_others || in_backward);
+  }
 };
 
 int64_t ms_since_1970();

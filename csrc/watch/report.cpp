@@ -3,7 +3,6 @@
 #include <array>
 #include <cstdio>
 #include <ctime>
-#include <string>
 
 namespace fastddp {
 namespace {
@@ -54,11 +53,6 @@ std::string time_of_day(int64_t ms) {
   return text.data();
 }
 
-bool Report::may_be_an_outage() const {
-  if (findings.empty()) return false;
-  return findings.front().cause == Cause::network || findings.front().cause == Cause::silent;
-}
-
 std::string Report::text(bool with_stack) const {
   std::string out = "fastddp: " + headline + " (" + time + ")";
   for (const auto& finding : findings) {
@@ -79,8 +73,8 @@ std::string Report::json() const {
          ", \"time\": " + quoted(time) + ", \"headline\": " + quoted(headline) + ", \"causes\": " +
          array(findings,
                [&](const Finding& finding) {
-                 return "{\"cause\": " + quoted(to_string(finding.cause)) +
-                        ", \"ranks\": " + array(finding.ranks, number) + ", \"text\": " + quoted(finding.text) + "}";
+                 return "{\"cause\": " + quoted(to_string(finding.cause)) + ", \"ranks\": " + array(finding.ranks, number) +
+                        ", \"text\": " + quoted(finding.text) + "}";
                }) +
          ", \"stack\": " + array(stack, quoted) + ", \"is_soft\": " + (is_soft() ? "true" : "false") +
          ", \"message\": " + quoted(text()) + "}";

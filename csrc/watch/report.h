@@ -58,7 +58,10 @@ struct Report {
   // Whether waiting helps, because some rank goes on.
   bool is_soft() const { return prospect == Prospect::goes_on; }
   // Whether the network, which may come back, is the first suspect.
-  bool may_be_an_outage() const;
+  bool may_be_an_outage() const {
+    if (findings.empty()) return false;
+    return findings.front().cause == Cause::network || findings.front().cause == Cause::silent;
+  }
   std::string text(bool with_stack = true) const;
   // What Python gets: fastddp/watch/stall_report.py reads it.
   std::string json() const;

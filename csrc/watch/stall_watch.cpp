@@ -8,8 +8,6 @@
 #include <numeric>
 #include <set>
 #include <sstream>
-#include <stdexcept>
-#include <utility>
 
 #include "errors/see.h"
 #include "watch/last_words.h"
@@ -80,8 +78,7 @@ void StallWatch::say_if_it_goes_on() {
   if (!asked_.told) return;
   const auto now = progress_->pulse();
   const auto& [before, since] = *asked_.told;
-  const bool goes_on = now.windows != before.windows || now.finished != before.finished ||
-                       now.gradients != before.gradients ||
+  const bool goes_on = now.windows != before.windows || now.finished != before.finished || now.gradients != before.gradients ||
                        (before.device_wait && now.device_wait != before.device_wait);
   if (!goes_on) return;
   std::ostringstream out;
@@ -113,8 +110,7 @@ void StallWatch::look_at_device() {
     settings_.device->look();
   } catch (const std::exception& error) {
     seen_.device_fails = true;
-    say("fastddp: the device of rank " + std::to_string(progress_->rank()) +
-        " does not say how far it is: " + in_words(error));
+    say("fastddp: the device of rank " + std::to_string(progress_->rank()) + " does not say how far it is: " + in_words(error));
   }
 }
 
@@ -205,28 +201,17 @@ void StallWatch::write_record() {
   board_.write(record);
 }
 
-std::optional<Report> StallWatch::take_report() {
-  const std::lock_guard lock(found_.mutex);
-  return std::exchange(found_.report, std::nullopt);
-}
-
-std::optional<Lacks> StallWatch::ask_who_has(double patience) {
-  node_.look();
-  return who_has_.ask(record_of(progress_->read(), Life::runs, 0), patience, [this] { return node_.records(); });
-}
-
 void StallWatch::report(double patience) {
   node_.look();
   node_.records();
   // Ranks that wait claim first: a rank that does not wait may be unable to run its user's callback.
   const double after_others = own_record().waits() ? 0.0 : kForThoseThatWait;
-  if (!pause((board_.answers() ? kForOthers : kForPages) + after_others + std::min(progress_->rank(), 25) * 0.02))
-    return;
+  if (!pause((board_.answers() ? kForOthers : kForPages) + after_others + std::min(progress_->rank(), 25) * 0.02)) return;
   const bool is_first = claims();
   if (progress_->pulse() != seen_.pulse) return asked_.reported.reset();  // it goes on
   if (board_.answers() && !is_first && follow(patience)) return;
-  auto found = outlasting(
-      patience, [&] { return diagnose(board_.answers() ? all_records() : machine_records(), progress_->ranks()); });
+  auto found =
+      outlasting(patience, [&] { return diagnose(board_.answers() ? all_records() : machine_records(), progress_->ranks()); });
   // If the GIL is held for ever, a rank gets its stack in another way, and later.
   for (int more = 0; found && board_.answers() && more < 4 && lacks_stack(*found); ++more) {
     if (!pause(0.5)) return;
@@ -272,9 +257,7 @@ std::optional<Report> StallWatch::outlasting(double patience, const Find& find) 
   auto found = find();
   if (!found.may_be_an_outage()) return found;
   const auto comes_back = patience + settings_.patience;
-  const auto is_slow = [&] {
-    return carries_bytes(links_.moved()) && seconds_since(seen_.changed) < kSlow * comes_back;
-  };
+  const auto is_slow = [&] { return carries_bytes(links_.moved()) && seconds_since(seen_.changed) < kSlow * comes_back; };
   while (seconds_since(seen_.changed) < comes_back || is_slow()) {
     if (!pause(0.25)) return std::nullopt;
     links_.look();
@@ -285,12 +268,6 @@ std::optional<Report> StallWatch::outlasting(double patience, const Find& find) 
     }
   }
   return find();
-}
-
-std::vector<Record> StallWatch::machine_records() {
-  auto records = node_.records();
-  records.push_back(own_record());
-  return records;
 }
 
 // Pages are newer than what ranks wrote, and speak for ranks that can no longer write. Stacks and links are not in pages.
@@ -318,11 +295,6 @@ std::vector<Record> StallWatch::all_records() {
   std::vector<Record> all;
   for (auto& [rank, record] : records) all.push_back(std::move(record));
   return all;
-}
-
-void StallWatch::keep(const Report& report) {
-  const std::lock_guard lock(found_.mutex);
-  if (!report.is_soft()) found_.kept = {seen_.pulse.windows + 1, report.json()};
 }
 
 // What is no worse than what was said of this step is not said again.

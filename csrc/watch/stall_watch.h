@@ -67,16 +67,18 @@ class StallWatch {
   };
 
   // `key`: this model's in the store; the same on all ranks.
-  StallWatch(std::shared_ptr<const Progress> progress, c10::intrusive_ptr<c10d::Store> store, std::string key,
-             uint64_t job, Settings settings);
+  StallWatch(std::shared_ptr<const Progress> progress, c10::intrusive_ptr<c10d::Store> store, std::string key, uint64_t job,
+             Settings settings);
   ~StallWatch();
-  StallWatch(const StallWatch&) = delete;
-  StallWatch& operator=(const StallWatch&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(StallWatch);
 
   // For a Python thread that gives this rank's stack. It cannot run while the GIL is held.
   WantedStack& stack() { return stack_; }
   // The report made since the last call.
-  std::optional<Report> take_report();
+  std::optional<Report> take_report() {
+    const std::lock_guard lock(found_.mutex);
+    return std::exchange(found_.report, std::nullopt);
+  }
   // Before the process ends: if that is because another rank of its machine has ended, says so. It takes two seconds at most,
   // and ends the watch.
   void name_who_has_ended();
@@ -91,7 +93,10 @@ class StallWatch {
   bool name_who_differs();
   // For the thread that trains, which lacks gradients: what the other ranks of this window lack, as far as they say so within
   // `patience` seconds. None: the store does not answer.
-  std::optional<Lacks> ask_who_has(double patience);
+  std::optional<Lacks> ask_who_has(double patience) {
+    node_.look();
+    return who_has_.ask(record_of(progress_->read(), Life::runs, 0), patience, [this] { return node_.records(); });
+  }
   // Before the process ends: why its last step stood still, in JSON, whichever rank has reported it. Empty: it did not. The
   // store is asked only if it did, for a few seconds at most.
   std::string report_of_open_step();
@@ -111,7 +116,11 @@ class StallWatch {
   void write_record();
   void report(double patience);
   bool claims();
-  std::vector<Record> machine_records();
+  std::vector<Record> machine_records() {
+    auto records = node_.records();
+    records.push_back(own_record());
+    return records;
+  }
   std::vector<Record> all_records();
   template <typename Find>
   std::optional<Report> outlasting(double patience, const Find& find);
@@ -120,7 +129,10 @@ class StallWatch {
   bool follow(double patience);
   void look_again_later(double patience);
   void interrupt(const std::string& why) const;
-  void keep(const Report& report);
+  void keep(const Report& report) {
+    const std::lock_guard lock(found_.mutex);
+    if (!report.is_soft()) found_.kept = {seen_.pulse.windows + 1, report.json()};
+  }
   void say(const std::string& text) const;
 
   // What the last look has found.

@@ -34,8 +34,7 @@ std::vector<int> silent_ranks(const Lacks& found, const Record& own) {
 
 }  // namespace
 
-std::optional<Lacks> WhoHas::ask(const Record& own, double patience,
-                                 const std::function<std::vector<Record>()>& on_machine) {
+std::optional<Lacks> WhoHas::ask(const Record& own, double patience, const std::function<std::vector<Record>()>& on_machine) {
   board_.try_again();
   if (!answered_.empty()) {
     board_.remove(answered_ + "/asked");

@@ -22,8 +22,7 @@ namespace {
 constexpr size_t kBits = 16;
 constexpr size_t kMost = 65535;  // the greatest Value
 
-constexpr auto kMixed =
-    "met that of another model: the backwards of models have to come in the same order on all ranks";
+constexpr auto kMixed = "met that of another model: the backwards of models have to come in the same order on all ranks";
 constexpr auto kNumbered = "models are numbered in the order of their wrappers";
 
 // A number from 0 to 65,535 as it travels, and what is left of it when ranks have added it up.
@@ -86,8 +85,8 @@ std::optional<std::string> trouble(const Header& found) {
   if (found.is_mixed()) return kMixed;
   if (found.failed.is_set()) return "failed on " + on_rank(found.failed);
   if (found.lost.is_set() && found.forwards.is_set() && !found.forwards.get()) {
-    return "had not the same number of forwards on all ranks: an earlier backward has raised on " +
-           on_rank(found.lost) + " before it reached the model, and that rank is now one step late; it failed there";
+    return "had not the same number of forwards on all ranks: an earlier backward has raised on " + on_rank(found.lost) +
+           " before it reached the model, and that rank is now one step late; it failed there";
   }
   if (found.scale.is_set() && !found.scale.get()) {
     return "had losses that GradScalers have scaled by different numbers on different ranks (was one loaded from a "
@@ -181,8 +180,8 @@ std::string WindowStatus::who_is_where() const {
   }
   std::string text;
   for (const auto& [place, ranks] : ranks_in) {
-    text += (text.empty() ? " (step " : "; step ") + std::to_string(place[1] + 1) + " of model " +
-            std::to_string(place[0]) + " on rank " + ranks;
+    text += (text.empty() ? " (step " : "; step ") + std::to_string(place[1] + 1) + " of model " + std::to_string(place[0]) +
+            " on rank " + ranks;
   }
   return text + "; " + kNumbered + ")";
 }

@@ -1,6 +1,5 @@
 #include "window/window.h"
 
-#include <algorithm>
 #include <array>
 #include <optional>
 #include <stdexcept>
@@ -10,8 +9,7 @@ namespace fastddp {
 namespace {
 
 constexpr std::array kStates{"idle", "accumulating", "armed", "reducing", "partial", "finished", "failed"};
-constexpr std::array kEvents{"forward", "arm",  "local_gradient", "reduce",     "lack",
-                             "finish",  "fail", "repair",         "stand_aside"};
+constexpr std::array kEvents{"forward", "arm", "local_gradient", "reduce", "lack", "finish", "fail", "repair", "stand_aside"};
 
 // The state that follows; none: the event cannot happen.
 std::optional<WindowState> after(WindowState state, WindowEvent event) {
@@ -107,11 +105,6 @@ void Window::count_missing() {
     const auto bucket = parameters_[parameter].bucket;
     if (bucket < missing_.size() && waits_for(parameter)) ++missing_[bucket];
   }
-}
-
-bool Window::may_end_early() const {
-  const auto is_local = [](const Parameter& parameter) { return parameter.arrival == Arrival::local; };
-  return ends_with_backward() || std::ranges::any_of(parameters_, is_local);
 }
 
 Window::Hook Window::count_hook(size_t parameter) {

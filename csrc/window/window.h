@@ -26,13 +26,13 @@ enum class WindowEvent {
   forward,         // a forward with gradients; after a finished window it begins the next one
   arm,             // the forward asked for synchronisation
   local_gradient,  // a gradient stays on this rank; after a finished window it belongs to the next one
-  reduce,  // the first gradient of a backward that synchronises; after a finished window it begins another window over
-           // the same forward: note [Expected gradients]
-  lack,    // the backward has ended, and gradients are missing
-  finish,  // all exchanges are done
-  fail,    // backward raised, here or on another rank; whoever comes next notices it
-  repair,  // this rank has done its part in the exchanges that its failed window had left
-  stand_aside,  // others had a window in which this rank had nothing to add
+  reduce,          // the first gradient of a backward that synchronises; after a finished window it begins another window over
+                   // the same forward: note [Expected gradients]
+  lack,            // the backward has ended, and gradients are missing
+  finish,          // all exchanges are done
+  fail,            // backward raised, here or on another rank; whoever comes next notices it
+  repair,          // this rank has done its part in the exchanges that its failed window had left
+  stand_aside,     // others had a window in which this rank had nothing to add
 };
 
 const char* to_string(WindowState state);
@@ -103,7 +103,10 @@ class Window {
   // Whether every window has to bring every gradient.
   bool expects_all() const { return expect_ == Expect::all; }
   // Whether the end of a backward may end its window before every parameter has brought a gradient in that backward.
-  bool may_end_early() const;
+  bool may_end_early() const {
+    const auto is_local = [](const Parameter& parameter) { return parameter.arrival == Arrival::local; };
+    return ends_with_backward() || std::ranges::any_of(parameters_, is_local);
+  }
   // Whether nothing is known yet.
   bool is_learning() const { return learning_; }
   // Whether one window decides for all coming ones.

@@ -10,16 +10,17 @@ sizes do not differ, five samples against fifteen or twenty pass this test by ch
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastddp import _C
 from fastddp.planning.model import Link
 from fastddp.ranks.agreement import greatest
 from fastddp.ranks.together import finish
@@ -33,6 +34,8 @@ _ROUNDS = 5
 _SURE = 0.9  # of all pairs
 _BACK_TO_BACK = 4  # allreduces that are timed together on a device
 _HEAD_START = 0.005  # seconds: several times what a host needs to start them
+_PASSES = 4  # that are timed together
+_SHORTEST_PASS = 2e-5  # seconds: no device adds up so many numbers in less
 
 
 def measure_link(lanes: Sequence[dist.ProcessGroup], device: torch.device, largest: int) -> Link | str:
@@ -122,9 +125,16 @@ def _seconds(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], size: 
 def _seconds_of_device(
     lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], size: int, device: torch.device
 ) -> float:
-    """Note [What a device takes], ``csrc/device/busy.h``. Returns the mean of several rounds in succession."""
+    """The mean of several rounds in succession.
+
+    Note [What a device takes]. In training the host is ahead: it starts new work before the device is done with earlier
+    work. A measurement that begins on an idle device shows how fast the host starts work, not how long the device
+    takes. So the device gets something to do first: sums along a table of two columns, by one thread a column, which
+    take long and leave memory and multiprocessors to what follows. The table has integers, since torch refuses such a
+    sum of floats where users ask for deterministic algorithms.
+    """
     begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-    _C.keep_busy(device, _HEAD_START)
+    _add_up(math.ceil(_HEAD_START / _seconds_of_a_pass(device)), device)
     # Hosts are ahead of their devices by different times. The first round ends on all at once, and is not timed.
     _all_reduce(lanes, wires, size)
     stream = torch.accelerator.current_stream(device)
@@ -134,6 +144,27 @@ def _seconds_of_device(
     end.record(stream)
     end.synchronize()
     return begin.elapsed_time(end) / 1e3 / _BACK_TO_BACK
+
+
+def _add_up(passes: int, device: torch.device) -> None:
+    table = torch.zeros((4096, 2), dtype=torch.long, device=device)
+    sums = torch.empty_like(table)
+    for _ in range(passes):
+        torch.cumsum(table, 0, out=sums)
+
+
+@cache
+def _seconds_of_a_pass(device: torch.device) -> float:
+    seconds = []
+    for _ in range(3):
+        begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+        stream = torch.accelerator.current_stream(device)
+        begin.record(stream)
+        _add_up(_PASSES, device)
+        end.record(stream)
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3 / _PASSES)
+    return max(min(seconds), _SHORTEST_PASS)
 
 
 def _all_reduce(lanes: Sequence[dist.ProcessGroup], wires: Sequence[Tensor], size: int) -> None:

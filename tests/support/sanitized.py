@@ -29,7 +29,6 @@ from fake_cuda import building
 TESTS = [
     "tests/window/test_windows.py",
     "tests/window/test_failures.py",
-    "tests/window/test_window.py",
     "tests/window/test_joining.py",
     "tests/pipeline/test_started_collectives.py",
     "tests/exchange/test_comm_hooks.py",
