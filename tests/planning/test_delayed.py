@@ -12,11 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
-from fastddp.module.parameters import NamedParameters
-from fastddp.planning.delayed import Delayed
 from on_ranks import on_ranks
 from ranks import RankPool
 
@@ -93,19 +90,9 @@ def test_they_travel_in_one_bucket_when_the_awaited_gradient_has_come(rank: int,
     assert events.index("BDE") > events.index("b")
 
 
-def test_other_dtypes_have_a_bucket_directly_after_the_awaited_ones_and_frozen_parameters_none() -> None:
-    tensors = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.float64) * 2]
-    frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
-    named = NamedParameters(["0", "1", "2", "3"], tensors, [])
-    delayed = Delayed.from_arguments([("3", tensors[3]), ("frozen", frozen)], tensors[2], named)
-    assert delayed is not None
-    assert delayed.plan(tensors, [0], [3, 2, 1, 0]) == [[2], [3], [1], [0]]
-    assert delayed.plan(tensors, [0], [0, 2, 1, 3]) == [[0], [2], [3], [1]]
-
-
-def wrap(rank: int, cls: type, change: dict[str, Any]) -> None:
+def wrap(rank: int, change: dict[str, Any]) -> None:
     module = Chain()
-    cls(module, **options(module) | change)
+    fastddp.DistributedDataParallel(module, **options(module) | change)
 
 
 FOREIGN = nn.Parameter(torch.ones(1))
@@ -121,7 +108,6 @@ FOREIGN = nn.Parameter(torch.ones(1))
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(ranks: RankPool, change: dict[str, Any], text: str) -> None:
-    for cls in (fastddp.DistributedDataParallel, TorchDDP)[: 1 + (None in change.values())]:
-        (error,) = ranks.errors(wrap, 1, cls, change)
-        assert error.type_name == "ValueError"
-        assert cls is TorchDDP or text in error.message
+    (error,) = ranks.errors(wrap, 1, change)
+    assert error.type_name == "ValueError"
+    assert text in error.message
