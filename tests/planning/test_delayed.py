@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastddp
+from fastddp.module.parameters import NamedParameters
+from fastddp.planning.delayed import Delayed
 from on_ranks import on_ranks
 from ranks import RankPool
 
@@ -88,6 +90,16 @@ def test_they_travel_in_one_bucket_when_the_awaited_gradient_has_come(rank: int,
         model(batch(rank, step)).square().sum().backward()
     assert [event for event in events if event.isupper()] == ["C", "BDE", "A"]
     assert events.index("BDE") > events.index("b")
+
+
+def test_other_dtypes_have_a_bucket_directly_after_the_awaited_ones_and_frozen_parameters_none() -> None:
+    tensors = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.float64) * 2]
+    frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+    named = NamedParameters(["0", "1", "2", "3"], tensors, [])
+    delayed = Delayed.from_arguments([("3", tensors[3]), ("frozen", frozen)], tensors[2], named)
+    assert delayed is not None
+    assert delayed.plan(tensors, [0], [3, 2, 1, 0]) == [[2], [3], [1], [0]]
+    assert delayed.plan(tensors, [0], [0, 2, 1, 3]) == [[0], [2], [3], [1]]
 
 
 def wrap(rank: int, change: dict[str, Any]) -> None:
