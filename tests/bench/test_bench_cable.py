@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -33,18 +31,6 @@ def _possible() -> None:
 
 
 needs_namespaces = pytest.mark.usefixtures("_possible")
-
-
-@pytest.mark.parametrize("refusal", ["mount: Operation not permitted", "Error: inet prefix is expected"])
-def test_what_a_container_may_not_do_is_a_reason_to_skip(monkeypatch: pytest.MonkeyPatch, refusal: str) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(netns.shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(netns, "pair", mock.Mock(side_effect=netns.NetworkError(refusal)))
-    if "not permitted" in refusal:
-        assert netns.unavailable() == refusal
-    else:
-        with pytest.raises(netns.NetworkError):
-            netns.unavailable()
 
 
 # --------------------------------------------------------------------------------------------------------- the cable
@@ -114,19 +100,3 @@ def test_everything_is_removed_when_a_signal_ends_the_process(number: signal.Sig
     child.send_signal(number)
     assert child.wait(timeout=20) == status
     assert _gone(*names)
-
-
-@needs_namespaces
-def test_what_a_killed_run_left_is_removed_by_the_next_and_what_others_use_is_not() -> None:
-    killed, living = _python(_HOLDS_A_PAIR), _python(_HOLDS_A_PAIR)
-    try:
-        left, used = killed.stdout.readline().split(), living.stdout.readline().split()
-        killed.kill()
-        killed.wait(timeout=20)
-        assert not _gone(*left)
-        with netns.pair("1gbit"):
-            assert _gone(*left)
-            assert all((_FOLDER / name).exists() for name in used)
-    finally:
-        living.terminate()
-        assert living.wait(timeout=20) == 143

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -18,8 +17,7 @@ from repository import ROOT
 sys.path.append(str(ROOT))
 
 from bench import block8, pack
-from bench.cases import gpt2_shapes
-from bench.gpu import alone, gradients, models, results
+from bench.gpu import gradients, results
 from bench.gpu.contestants import GpuStep
 
 sys.path.pop()
@@ -28,23 +26,6 @@ CPU = torch.device("cpu")
 
 
 # -------------------------------------------------------------------------------------------- models and contestants
-
-
-def test_the_model_has_the_parameters_of_gpt2() -> None:
-    with torch.device("meta"):
-        gpt2 = models.Gpt2()
-    # torch's linear weights are transposed, and the order differs within a block.
-    assert sorted(sorted(p.shape) for p in gpt2.parameters()) == sorted(sorted(shape) for shape in gpt2_shapes())
-
-
-def test_zeroed_gradients_keep_their_memory() -> None:
-    for zeroed in (False, True):
-        own = GpuStep(_Doubled(), zeroed)
-        own.run((torch.ones(3),))
-        (before,) = own.gradients()
-        own.run((torch.ones(3),))
-        assert torch.equal(own.gradients()[0], torch.full((3,), 2.0))
-        assert (own.gradients()[0] is before) == zeroed
 
 
 class _Doubled(nn.Module):
@@ -85,13 +66,6 @@ def test_a_step_of_block8_that_does_nothing_is_wrong(monkeypatch: pytest.MonkeyP
 
 
 # ------------------------------------------------------------------------------------------------- rows and profiles
-
-
-def test_a_trace_is_counted_by_kind() -> None:
-    events = [{"cat": "kernel"}] * 6 + [{"cat": "gpu_memcpy"}] * 3 + [{"cat": "cuda_runtime"}] * 9 + [{}]
-    counts = alone.count_work(json.dumps({"traceEvents": events}), steps=3)
-    assert counts == {"launches": 2.0, "memcpys": 1.0, "memsets": 0.0}
-    assert alone.count_work('{"traceEvents": []}', 3) == {"launches": None, "memcpys": None, "memsets": None}
 
 
 def test_rows_are_in_the_file_as_soon_as_they_are_added(tmp_path: Path) -> None:

@@ -124,15 +124,6 @@ def test_a_program_does_what_it_does_without_the_patch(rank: int, program: str) 
         assert differences(expected, run()) == []
 
 
-@on_ranks(2)
-def test_a_model_with_a_wrapped_hook_is_pickled_under_the_patch_too(rank: int) -> None:
-    with fastddp.patch():
-        wrapped = model()
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_wrapper(users_hook))
-        copy = pickle.loads(pickle.dumps(wrapped))
-        assert differences(train(copy, 2), train(wrapped, 2)) == []
-
-
 # ------------------------------------------------------------------------------------------------------ native PowerSGD
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import py_compile
 import socket
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -68,18 +66,6 @@ def test_an_error_of_the_script_begins_there(tmp_path: Path, how: str) -> None:
     assert (ended.returncode, first) == (1, "Traceback (most recent call last):")
     assert of_script == f'  File "{tmp_path / "train.py"}", line 3, in <module>'
     assert last.removeprefix("ValueError: ") == ended.stdout.strip()
-
-
-@pytest.mark.tier("nightly")
-def test_folders_archives_and_compiled_scripts_run_too(folder: Path) -> None:
-    printing = "import sys; print(__name__, sys.argv[1:])"
-    (folder / "package").mkdir()
-    (folder / "package" / "__main__.py").write_text(printing)
-    with zipfile.ZipFile(folder / "archive.zip", "w") as archive:
-        archive.writestr("__main__.py", printing)
-    py_compile.compile(str(folder / "package" / "__main__.py"), cfile=str(folder / "compiled.pyc"))
-    for target in ("package", "archive.zip", "compiled.pyc"):
-        assert ran(folder, "-m", "fastddp", target, "--", "x") == ran(folder, target, "--", "x")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +42,6 @@ def test_a_plan_prints_as_a_table_and_knows_its_bytes() -> None:
     assert (PLAN.bytes, [bucket.bytes for bucket in PLAN.buckets]) == (40, [36, 4])
 
 
-@pytest.mark.parametrize(
-    ("number", "parameters", "complaint"),
-    [
-        (1, {}, "bucket 1 of the plan has no parameters"),
-        (1, {"first": "float32"}, "'first' is twice in the plan, in bucket 0 and in bucket 1"),
-        (1, {"a": "float32", "b": "float16"}, r"with parameter 'b', .*float16"),
-        (2, {"a": "float32"}, "bucket number 1 of the plan says that it is number 2"),
-    ],
-)
-def test_what_is_no_plan_cannot_be_made(number: int, parameters: dict[str, str], complaint: str) -> None:
-    first = PlannedBucket(0, (PlannedParameter("first", (1,), torch.float32),), "cpu")
-    others = tuple(PlannedParameter(name, (1,), getattr(torch, dtype)) for name, dtype in parameters.items())
-    with pytest.raises(ValueError, match=complaint):
-        BucketPlan((first, PlannedBucket(number, others, "cpu")))
-
-
 # ------------------------------------------------------------------------------------------------------- its file
 
 
@@ -72,17 +55,6 @@ def test_a_file_is_replaced_as_a_whole_and_nothing_else_is_left(tmp_path: Path) 
     PLAN.save(path)
     assert BucketPlan.load(path) == BucketPlan.load(str(path)) == PLAN
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
-
-
-@pytest.mark.parametrize("name", ["missing/plan.json", "file/plan.json", "folder"])
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    path = tmp_path / name
-    with pytest.raises(OSError, match=re.escape(f"'{path}'")) as caught:
-        PLAN.save(path)
-    assert caught.value.filename == str(path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]
 
 
 @pytest.mark.parametrize(
@@ -226,16 +198,9 @@ DIFFERING: dict[str, tuple[list[object], tuple[str, str]]] = {
     "another bucket": ([FITTING, OTHER], ("'first' of shape (4,), torch.float32, in bucket 0", "in bucket 1")),
     "fits on rank 0 alone": ([FITTING, SHORTER], ("'second' of shape (4,)", "'third' is in no bucket")),
     "no file on rank 1": ([FITTING, "/nowhere/plan.json"], ("'second' of", "No such file or directory: '/nowhere")),
-    "half of a character on rank 1": ([FITTING, "half.json"], ("'second' of", "there is no such field")),
     "none on rank 0": ([None, FITTING], ("none of this number", "'second' of shape (4,), torch.float32, in bucket 0")),
     "no plan but a number": ([FITTING, 3], ("'second' of", "a plan that cannot be used: buckets is")),
 }
-
-
-def with_half_a_character(path: Path) -> Path:
-    FITTING.save(path)
-    path.write_text(path.read_text().replace('"shape"', '"\\ud800": 0, "shape"', 1))
-    return path
 
 
 # Without init_sync, ranks without a plan compare nothing.
@@ -243,9 +208,8 @@ WITHOUT_INIT_SYNC = [(case, False) for case, (plans, _) in DIFFERING.items() if 
 
 
 @pytest.mark.parametrize(("case", "init_sync"), [*((case, True) for case in DIFFERING), *WITHOUT_INIT_SYNC])
-def test_plans_that_differ_raise_on_every_rank(ranks: RankPool, case: str, init_sync: bool, tmp_path: Path) -> None:
+def test_plans_that_differ_raise_on_every_rank(ranks: RankPool, case: str, init_sync: bool) -> None:
     plans, (on_rank_0, on_rank_1) = DIFFERING[case]
-    plans = [with_half_a_character(tmp_path / plan) if plan == "half.json" else plan for plan in plans]
     first, second = ranks.errors(wrapped_with, 2, plans, {"init_sync": init_sync})
     assert first.type_name == "RuntimeError"
     assert first.message == second.message

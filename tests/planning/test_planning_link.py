@@ -96,15 +96,6 @@ def test_the_fit_of_few_samples(sizes: list[int], samples: list[list[float]], la
     assert link.seconds(sizes[-1]) == pytest.approx(samples[-1][0], rel=0.1)
 
 
-def test_a_few_samples_that_were_disturbed_change_nothing() -> None:
-    def disturbed(size: int, number: int) -> float:
-        return line(size, number) + (1.0 if number % 9 == 4 else 0.0)
-
-    samples = samples_of(disturbed)
-    assert sum(sample > 1 for of_size in samples for sample in of_size) == 3
-    assert fit(SIZES, samples) == fit(SIZES, samples_of(line))
-
-
 @pytest.mark.parametrize(
     ("cost", "sizes"),
     [

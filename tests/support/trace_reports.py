@@ -67,11 +67,11 @@ def with_many_ranks(ranks: int, *timelines: Timeline) -> Report:
     return replace(report(ranks=ranks, buckets=1), timelines=timelines)
 
 
-def with_many_intervals(count: int, rank: int = 0) -> Timeline:
+def with_many_intervals(count: int) -> Timeline:
     step = 100.0 / count
     kernels = (Interval(1, i * step, (i + 0.9) * step, "compute", f"elementwise_kernel<{i}>") for i in range(count))
     last = Interval(2, 40.0, 90.0, "collective", "ncclDevKernel_AllReduce", 0)
-    return Timeline(rank, 3, LANES, (*kernels, last), 100.0)
+    return Timeline(0, 3, LANES, (*kernels, last), 100.0)
 
 
 def timeline(rank: int, buckets: int, bandwidth: float) -> Timeline:

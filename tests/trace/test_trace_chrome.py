@@ -6,7 +6,6 @@ import gzip
 import json
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from fastddp.times.split import Split
 from fastddp.tools.trace import chrome, files
 from fastddp.tools.trace.events import ChromeDocument
 from fastddp.tools.trace.recording import TraceError
-from trace_files import BACKWARD, LAUNCHER, NCCL, ChromeTrace, bucket, collectives, report, seen, small
+from trace_files import BACKWARD, LAUNCHER, NCCL, ChromeTrace, bucket, collectives, seen, small
 
 SMALL = [(31, 0), (131, 0), (231, 0)]  # its collectives
 
@@ -30,14 +29,6 @@ def test_a_trace_says_who_recorded_it_and_what(tmp_path: Path, name: str) -> Non
     assert collectives(recording) == SMALL
     (tmp_path / "list.json").write_text(json.dumps(small().events))  # without a header
     assert collectives(chrome.read(tmp_path / "list.json")) == SMALL
-
-
-def test_progress_is_told_up_to_the_files_last_byte(tmp_path: Path) -> None:
-    path = small(1000).write(tmp_path / "trace.json")
-    told: list[int] = []
-    chrome.read(path, told.append)
-    assert told == sorted(told)
-    assert (told[-1], len(set(told)) > 2) == (path.stat().st_size, True)
 
 
 # --------------------------------------------------------------------------------- which collective is which bucket's
@@ -109,23 +100,6 @@ def test_wherever_the_text_is_cut_into_pieces_the_same_events_come_out(piece: in
     assert document.header == {"before": 12345678, "after": 1.5}
 
 
-def test_odd_events_harm_nobody_and_those_without_times_are_counted(tmp_path: Path) -> None:
-    trace = small()
-    known = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1}
-    odd: list[Any] = [None, [], {}, {"ph": "X"}, {"ph": "i", "ts": 1}, {"ph": "X", "cat": ["kernel"], "ts": 1}]
-    without_times = [
-        {**known, "name": "aten::mm", "ts": "soon", "dur": 1},
-        {**known, "name": "aten::mm", "ts": "nan", "dur": 1},
-        {**known, "ts": 1, "dur": 1},
-        {"ph": "X", "cat": "kernel", "name": 3, "ts": 1},
-    ]
-    trace.events = [*odd, *without_times, *trace.events]
-    trace.event("gpu_memcpy", "Memcpy", 1, 2, 7, correlation="9" * 30)
-    recording = seen(tmp_path, trace).recording
-    assert "6 events" in recording.notes[0]
-    assert len(collectives(recording)) == 3
-
-
 DEEP, MANY = "[" * 100_000, small(400).text()
 
 
@@ -135,9 +109,8 @@ DEEP, MANY = "[" * 100_000, small(400).text()
         (MANY[: len(MANY) // 2].encode(), ""),
         (gzip.compress(MANY.encode())[:-2000], ""),
         (f"{MANY[:-2]}, {DEEP}".encode(), "nested too deeply"),
-        (f'{MANY[:-2]}, {{"args": {DEEP}'.encode(), "nested too deeply"),
     ],
-    ids=["cut", "gz that is cut", "a deep event", "a deep argument"],
+    ids=["cut", "gz that is cut", "a deep event"],
 )
 def test_of_a_truncated_trace_what_lies_before_is_read_with_a_warning(tmp_path: Path, data: bytes, why: str) -> None:
     path = tmp_path / "cut.json"
@@ -153,12 +126,9 @@ REFUSED = {
     "empty.json": (b"", "is empty. Did the run end"),
     "other.json": (b'{"loss": [1, 2, 3], "steps": 3}', "is JSON, but no trace: it has no 'traceEvents'"),
     "list.json": (b'[{"loss": 1}, {"loss": 2}]', "is JSON, but no trace: a list without events"),
-    "binary.json": (bytes(range(256)) * 10, "is no JSON that can be read"),
     "damaged.json.gz": (b"\x1f\x8b" + bytes(100), "is no JSON that can be read"),
     "none.json": (b'{"traceEvents": []}', "holds no event"),
-    "no event.json": (b'{"traceEvents": [{"ph": "X", "cat": "cpu_', "holds no event that could be read"),
     "deep.json": (DEEP.encode(), "is JSON, but no trace: a list without events (its values are nested too deeply"),
-    "deep header.json": (b'{"version": ' + DEEP.encode(), "is no JSON that can be read (its values are nested too"),
 }
 
 
@@ -176,11 +146,8 @@ def test_what_is_no_trace_is_an_error_that_names_the_file_and_what_to_do(tmp_pat
     ("header", "known"),
     [
         ({"distributedInfo": {"rank": 1, "world_size": "two"}}, (1, None, "machine")),
-        ({"distributedInfo": {"rank": None, "world_size": 2}}, (None, 2, "machine")),
-        ({"distributedInfo": {"rank": True, "world_size": -1}}, (None, None, "machine")),
         ({"distributedInfo": [1, 2]}, (None, None, "machine")),
         ({"baseTimeNanoseconds": "noon"}, (1, 2, None)),  # so this clock is compared with none
-        ({"host_name": 7}, (1, 2, None)),
     ],
 )
 def test_what_a_header_does_not_say_is_unknown(tmp_path: Path, header: dict[str, Any], known: tuple[Any, ...]) -> None:
@@ -189,43 +156,6 @@ def test_what_a_header_does_not_say_is_unknown(tmp_path: Path, header: dict[str,
     found = seen(tmp_path, trace)
     assert (found.recording.rank, found.recording.world_size, found.recording.host) == known
     assert found.splits[0].step == pytest.approx(100)
-
-
-# ------------------------------------------------------------------------------------------- lists and old categories
-
-
-def without_categories(trace: ChromeTrace) -> None:
-    """As torch.autograd.profiler exports them."""
-    for event in trace.events:
-        del event["cat"], event["args"]
-
-
-def of_torch_before_1_13(trace: ChromeTrace) -> None:
-    old = {"user_annotation": "Operator", "cpu_op": "Operator", "cuda_runtime": "Runtime"}
-    old |= {"kernel": "Kernel", "gpu_memcpy": "Memcpy"}
-    for event in trace.events:
-        event["cat"] = old[event["cat"]]
-
-
-def on_a_gpu() -> ChromeTrace:
-    trace = ChromeTrace()
-    for t in (100, 200):
-        trace.range(t, t + 90, f"ProfilerStep#{t // 100}").copy(t + 3, t + 70, t + 80)
-        trace.launch(t + 1, t + 10, t + 40).nccl(t + 2, t + 30, t + 60)
-    return trace
-
-
-@pytest.mark.parametrize(
-    ("build", "change"), [(small, without_categories), (small, of_torch_before_1_13), (on_a_gpu, of_torch_before_1_13)]
-)
-def test_what_older_profilers_wrote_says_the_same(tmp_path: Path, build: Any, change: Any) -> None:
-    trace = build()
-    today = report(tmp_path, trace)
-    assert today.split.overlapped > 0
-    change(trace)
-    found = report(tmp_path, trace)
-    assert (found.step_mark, found.split, found.ranks) == (today.step_mark, today.split, today.ranks)
-    assert found.split.copy == pytest.approx(10 if build is on_a_gpu else 0)
 
 
 # ---------------------------------------------------------------------------------------- in memory that a laptop has
@@ -240,20 +170,10 @@ from fastddp.tools.trace.analysis import analyse
 
 chrome.read(Path(sys.argv[1]))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-try:
-    report = analyse([chrome.read(Path(sys.argv[2]))], "big")
-    said = (len(report.ranks[0].step_ms), *astuple(report.split), *report.warnings)
-except chrome.TraceError as error:
-    said = error
-print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), said, sep="\\n")
+report = analyse([chrome.read(Path(sys.argv[2]))], "big")
+memory = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)  # beyond what a small file takes
+print(memory, len(report.ranks[0].step_ms), *astuple(report.split))
 """
-
-
-def memory_and_words(folder: Path, path: Path) -> tuple[int, str]:
-    """What reading a file takes, beyond what a small one does, and what is said of it."""
-    command = [sys.executable, "-W", "ignore", "-c", READ, small().write(folder / "small.json"), path]
-    memory, said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n", 1)
-    return int(memory), said
 
 
 @pytest.mark.tier("nightly")
@@ -277,29 +197,9 @@ def test_a_trace_of_200_mb_takes_less_than_half_of_that_in_memory(tmp_path: Path
                     event["args"]["correlation"] += 2001
             steps += 1
         file.write("{}]}")
-    memory, said = memory_and_words(tmp_path, path)
+    command = [sys.executable, "-W", "ignore", "-c", READ, small().write(tmp_path / "small.json"), path]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    memory, counted, *split = map(float, said.split())
     assert memory < BYTES / 2
-    counted, *split = map(float, said.strip("()\n").split(","))
     assert counted == steps - 1
     assert split == pytest.approx([25, 15, 15, 45, 0], abs=0.01)
-
-
-@pytest.mark.tier("nightly")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("before", "message"),
-    [
-        (f'{{"traceEvents": [{json.dumps(ChromeTrace().operator(0, 1).events[0])}, {{"name": "', "is damaged"),
-        ('{"trace_id": "', "is no JSON that can be read (one of its values is longer than 16 Mi"),
-    ],
-)
-def test_a_string_of_300_mb_in_a_small_file_takes_no_such_memory(tmp_path: Path, before: str, message: str) -> None:
-    packer = zlib.compressobj(wbits=31)
-    with (tmp_path / "string.json.gz").open("wb") as file:
-        file.write(packer.compress(before.encode()))
-        for _ in range(300):
-            file.write(packer.compress(b"a" * 1_000_000))
-        file.write(packer.flush())
-    memory, said = memory_and_words(tmp_path, tmp_path / "string.json.gz")
-    assert message in said
-    assert memory < 150_000_000

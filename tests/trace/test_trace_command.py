@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import trace_reports
-from fastddp.times.split import Split
 from fastddp.tools.commands import app
 from fastddp.tools.trace.as_json import NotAReport, read_json, write_json
-from fastddp.tools.trace.files import Run, find_inputs
 from fastddp.tools.trace.reading import read_reports
 from trace_files import small
 from trace_recording import DATA
@@ -106,16 +102,6 @@ def test_a_warning_stands_before_anything_else_everywhere(tmp_path: Path) -> Non
     assert "“cut.json (2)” is incomplete" in run(tmp_path / "out.json", tmp_path / "out.json")
 
 
-@pytest.mark.tier("nightly")
-def test_files_are_written_though_nobody_reads_what_it_prints(tmp_path: Path) -> None:
-    command = [Path(sys.executable).with_name("fastddp"), "trace", RECORDED, "--output", tmp_path / "step"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
-    process.stdout.close()
-    process.wait()
-    assert {path.name for path in tmp_path.iterdir()} == {"step.html", "step.json", "step.png"}
-
-
 def test_of_a_folder_other_files_and_its_own_reports_are_left_out_with_a_note(tmp_path: Path) -> None:
     shutil.copytree(RECORDED, tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text('{"lr": 0.1}')
@@ -125,14 +111,6 @@ def test_of_a_folder_other_files_and_its_own_reports_are_left_out_with_a_note(tm
     assert "config.json is JSON, but no trace" in output
     assert "fastddp-trace.json is a report of this command, and no trace." in output
     assert "notes.txt" not in output
-
-
-def test_an_export_stands_for_its_report(tmp_path: Path) -> None:
-    for name in ("a.sqlite", "a.nsys-rep", "b.nsys-rep"):
-        (tmp_path / name).touch()
-    (found,) = find_inputs([tmp_path])
-    assert isinstance(found, Run)
-    assert [path.name for path in found.files] == ["a.sqlite", "b.nsys-rep"]
 
 
 # ------------------------------------------------------------------------------------------------------ reports as JSON
@@ -149,9 +127,3 @@ def test_a_file_is_ascii_and_what_is_wrong_in_it_is_named(tmp_path: Path) -> Non
     file.write_text(json.dumps(data))
     with pytest.raises(NotAReport, match=r"reports\.json: reports\[0\].ranks\[1\].split.idle: expected a number"):
         read_json(file)
-
-
-def test_a_number_that_json_lacks_is_refused_before_a_file_is_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(tmp_path / "r.json", [replace(trace_reports.report(), split=Split(1, 1, 1, float("nan")))])
-    assert not (tmp_path / "r.json").exists()

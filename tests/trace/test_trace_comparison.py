@@ -12,9 +12,9 @@ from rich.console import Console
 import trace_reports
 from fastddp.times.split import Split
 from fastddp.tools.trace.comparison import compare, for_screen
-from fastddp.tools.trace.grids import Column, Grid, as_change, bucket_grid, rank_grid
+from fastddp.tools.trace.grids import Column, Grid, as_change, rank_grid
 from fastddp.tools.trace.report import CollectiveReport, Report
-from fastddp.tools.trace.wording import headline, percent, printable, setting
+from fastddp.tools.trace.wording import headline, percent, printable
 
 
 def run(name: str, split: Split, exposed: float = 6.0) -> Report:
@@ -77,13 +77,6 @@ def test_a_difference_as_small_as_that_between_steps_is_called_so() -> None:
     assert change.sentences == ("60 % of communication is hidden behind compute, instead of 60 %.",)
 
 
-def test_what_else_differs_between_runs_is_named() -> None:
-    other = replace(trace_reports.of_torch(), recorder="Nsight Systems", world_size=None, step_mark="ProfilerStep#")
-    (change,) = compare([other, trace_reports.report("after")]).changes
-    said = ("under torch's DDP", "by Nsight Systems", "by calls of profile.step()", "of an unknown", "of 5 buckets")
-    assert all(words in sentence for words, sentence in zip(said, change.sentences[-5:], strict=True))
-
-
 def test_runs_without_steps_communication_or_buckets_can_be_compared() -> None:
     empty = replace(trace_reports.empty(), world_size=1)
     for runs in ([AFTER, empty], [empty, empty]):
@@ -136,25 +129,11 @@ def test_the_headline_says_what_is_hidden_and_whose_fault_the_rest_is(changes: A
     assert all(word in said for word in words)
 
 
-def test_the_setting_says_how_much_of_the_run_was_read() -> None:
-    assert setting(RUN) == "2 ranks · fastddp · 20 steps · recorded by torch.profiler"
-    assert setting(replace(RUN, world_size=8)).startswith("8 ranks, of which 2 were read · ")
-    assert setting(replace(RUN, world_size=None)).startswith("number of ranks unknown · ")
-
-
 def test_names_send_a_terminal_no_commands_and_what_is_not_all_or_nothing_is_not_shown_as_that() -> None:
     assert printable("a\x1b[31m\x9b\ud800\x7fé…\U0001f600") == "a\ufffd[31m\ufffd\ufffd\ufffdé…\U0001f600"
     shown = [percent(part, 1000) for part in (0, 1, 500, 999, 1000)]
     assert shown == ["0 %", "less than 1 %", "50 %", "more than 99 %", "100 %"]
     assert [as_change(value) for value in (0.004, -0.004, 0.006, -1.5)] == ["0.00", "0.00", "+0.01", "−1.50"]
-
-
-def test_a_bucket_names_one_parameter_once_and_columns_of_which_nothing_is_known_are_left_out() -> None:
-    grid = bucket_grid(replace(RUN, buckets=(replace(FIRST, last=FIRST.first), SECOND)))
-    assert [grid.cells(row)[1] for row in grid.rows] == ["blocks.0.weight", "blocks.2.weight … blocks.3.weight"]
-    known = bucket_grid(trace_reports.of_torch()).columns
-    unknown = {column.name for column in grid.columns if column not in known}
-    assert unknown == {"parameters", "ready, ms", "delay, ms", "last on rank", "last gradient"}
 
 
 def test_ranks_have_a_row_each_and_their_mean() -> None:

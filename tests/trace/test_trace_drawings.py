@@ -22,11 +22,10 @@ from plotly.offline import get_plotlyjs
 import trace_reports
 from fastddp.times.split import Split
 from fastddp.tools.trace import colours
-from fastddp.tools.trace.grids import bucket_grid, rank_grid
-from fastddp.tools.trace.page import MOST_BARS_OF_A_PAGE, page, write_page
+from fastddp.tools.trace.page import page, write_page
 from fastddp.tools.trace.picture import MOST_BARS, draw, write_picture
-from fastddp.tools.trace.report import Interval, Report, Timeline, What
-from fastddp.tools.trace.thinning import Thinned, merge, thin
+from fastddp.tools.trace.report import Report, Timeline
+from fastddp.tools.trace.thinning import Thinned, thin
 from fastddp.tools.trace.wording import headline
 
 
@@ -83,15 +82,6 @@ def test_the_page_of_a_run_has_its_parts_in_their_order() -> None:
     assert split["data"][2]["x"] == [run.split.exposed, *(rank.split.exposed for rank in run.ranks)]
 
 
-def test_tables_have_a_row_for_each_bucket_with_its_colour_and_for_each_rank() -> None:
-    run = trace_reports.report(buckets=12, ranks=3)
-    document = parsed(run)
-    for number, grid in enumerate((bucket_grid(run), rank_grid(run))):
-        assert table(document, number)[1:] == [grid.cells(row) for row in grid.rows]
-    swatches = [swatch.get("style") for swatch in next(document.iter("table")).iter("span")]
-    assert swatches == [f"background:{colours.of_bucket(i)}" for i in range(12)]
-
-
 def test_what_a_trace_lacks_is_said() -> None:
     empty = replace(trace_reports.empty(), recorder="Nsight Systems", world_size=1)
     said = "\n".join(texts(parsed(empty), "main"))
@@ -129,17 +119,6 @@ def test_every_interval_is_drawn_on_its_lane_in_the_colour_of_its_bucket_and_sho
     (text,) = (trace["hovertext"][1] for trace in traces if trace["name"] == "collective")
     times = f"starts at {run.buckets[1].start:.3f} ms, takes {run.buckets[1].duration:.3f} ms"
     assert text == f"<b>ncclDevKernel_AllReduce_Sum_f32_RING_LL()</b><br>collective of bucket 1, 25.0 MiB<br>{times}"
-
-
-@pytest.mark.tier("nightly")
-def test_a_page_of_64_ranks_stays_small() -> None:
-    long = trace_reports.with_many_intervals(20_000)
-    run = trace_reports.with_many_ranks(64, *(replace(long, rank=rank) for rank in range(64)))
-    drawn = figures(parsed(run))
-    bars = sum(len(trace["x"]) for name, one in drawn.items() if name != "split" for trace in one["figure"]["data"])
-    assert 64 * 500 < bars < MOST_BARS_OF_A_PAGE + 64
-    assert len(page([run])) < 20e6
-    assert drawn["split"]["figure"]["layout"]["height"] < 800
 
 
 @pytest.mark.parametrize("reports", [[trace_reports.report()], [trace_reports.of_torch(), trace_reports.report()]])
@@ -209,14 +188,6 @@ def test_one_run_shows_its_split_and_the_step_of_its_first_rank() -> None:
     assert [text.get_text() for text in timeline.texts] == ["1", "2", "3", "4", "5"]  # bucket 0 is too short for one
 
 
-def test_several_runs_share_an_axis_and_show_their_means() -> None:
-    before, after = trace_reports.of_torch("before"), trace_reports.report("after", bandwidth=6.0)
-    split, *timelines = draw([before, after]).axes
-    assert labels(split) == ["before", "after"]
-    assert [axes.get_title("left").split(":")[0] for axes in timelines] == ["before", "after"]
-    assert timelines[0].get_xlim() == timelines[1].get_xlim()
-
-
 def test_of_many_ranks_the_shortest_and_the_longest_have_a_bar_and_a_long_timeline_is_thinned() -> None:
     run = trace_reports.with_many_ranks(16, trace_reports.with_many_intervals(20_000))
     ranks = tuple(replace(rank, split=Split(10 + rank.rank * 7 % 16, 1, 1, 1)) for rank in run.ranks)
@@ -227,24 +198,6 @@ def test_of_many_ranks_the_shortest_and_the_longest_have_a_bar_and_a_long_timeli
 
 
 # ------------------------------------------------------------------------------------------------------------- thinning
-
-
-def short(start: float, end: float, lane: int = 0, what: What = "compute") -> Interval:
-    return Interval(lane, start, end, what, f"{what} at {start}")
-
-
-def test_only_compute_shorter_than_a_pixel_is_merged_with_what_begins_in_its_pixel() -> None:
-    merged = (short(0.2, 0.3), short(0.1, 0.7), short(0.9, 1.6))
-    kept = (short(1.9, 2.1), short(3.1, 4.2), short(4.1, 4.2))
-    kept += (short(4.3, 4.4, what="copy"), short(4.5, 4.6, lane=1, what="copy"))
-    whats: tuple[What, ...] = ("pack", "collective", "unpack", "wait", "forward")
-    kept += tuple(short(5 + part, 5.1 + part, what=what) for what in whats for part in (0.1, 0.2))
-    thinned = merge(Timeline(0, 0, ("a", "b"), (*merged, *kept), 10.0), 1.0)
-    (new,) = set(thinned.timeline.intervals) - set(kept)
-    assert set(kept) < set(thinned.timeline.intervals)
-    assert (new.lane, new.start, new.end, new.what) == (0, 0.1, 1.6, "compute")
-    assert new.name == "3 short ones, the longest: compute at 0.9"
-    assert (thinned.merged, thinned.pixel) == (3, 1.0)
 
 
 def test_thousands_of_kernels_become_few_bars_that_say_what_they_are() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from fastddp.tools.trace import files
 from fastddp.tools.trace.analysis import analyse
-from fastddp.tools.trace.recording import NONE, TraceError
+from fastddp.tools.trace.recording import TraceError
 from trace_files import (
     BACKWARD,
     FORWARD,
@@ -58,14 +58,6 @@ def test_columns_that_older_versions_lack_are_done_without(tmp_path: Path, witho
     assert (found.buckets[0].start, found.buckets[0].duration) == pytest.approx((50, 30))
 
 
-def test_without_ranges_and_launches_there_is_still_a_split(tmp_path: Path) -> None:
-    trace = NsightExport()
-    trace.tables.clear()
-    found = report(tmp_path, trace.launch(None, 0, 60).launch(None, 40, 100, NCCL, NCCL_STREAM))
-    assert (found.split.compute, found.split.overlapped, found.split.exposed) == pytest.approx((40, 20, 40))
-    assert (found.wrapper, found.buckets) == ("unknown", ())
-
-
 def test_windows_across_ranges_take_no_collective_from_its_bucket(tmp_path: Path) -> None:
     """They begin where the first collective is launched, and end after the last gradient."""
     trace, buckets = NsightExport(), 5
@@ -107,46 +99,10 @@ def test_sessions_of_one_machine_have_one_clock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "values"),
-    [
-        ("CUPTI_ACTIVITY_KIND_KERNEL", {"start": 60, "globalPid": (1 << 48) | (100 << 24)}),
-        ("CUPTI_ACTIVITY_KIND_MEMCPY", {"start": "soon", "end": 70, "globalPid": (1 << 48) | (100 << 24)}),
-        ("NVTX_EVENTS", {"eventType": 59, "text": "fastddp.step", "globalTid": 1}),
-        ("CUPTI_ACTIVITY_KIND_RUNTIME", {"correlationId": 5, "globalTid": 1}),
-    ],
-)
-def test_rows_without_times_are_left_out_with_a_note(tmp_path: Path, table: str, values: dict[str, object]) -> None:
-    trace = two_steps(NsightExport())
-    whole = report(tmp_path, trace)
-    found = report(tmp_path, trace.row(table, **values))
-    assert (found.split, found.buckets) == (whole.split, whole.buckets)
-    assert found.notes[0].endswith("0.sqlite: 1 row without times that can be read; left out.")
-
-
-def test_names_that_are_no_texts_or_no_utf_8_are_no_names(tmp_path: Path) -> None:
-    trace = two_steps(NsightExport())
-    trace.row("NVTX_EVENTS", start=5, end=9, eventType=59, text=b"fastddp.step", globalTid=trace.thread(1))
-    trace.row("StringIds", id=999, value=b"gemm")
-    path = trace.write(tmp_path / "run.sqlite")
-    with sqlite3.connect(path) as database:
-        database.execute("INSERT INTO StringIds VALUES (998, CAST(x'6d61787e80ff' AS TEXT))")
-        database.execute("UPDATE NVTX_EVENTS SET text = CAST(x'80ff' AS TEXT) WHERE eventType = 75")
-    database.close()
-    (recording,) = files.read(path)
-    assert len(recording.ranges_of("step")) == 3
-
-
-UNKNOWN = two_steps(NsightExport(without="globalPid"))
-UNKNOWN.process = 101
-two_steps(UNKNOWN)
-
-
-@pytest.mark.parametrize(
     ("trace", "message"),
     [
         (NsightExport().steps(0), "has nothing that a GPU did.*--trace=cuda,nvtx"),
         (NsightExport().steps(0).graph(1, 10, 90), "has nothing .* but CUDA graphs .*--cuda-graph-trace=node"),
-        (UNKNOWN, "does not say to which of them a kernel belongs"),
     ],
 )
 def test_what_lacks_too_much_is_an_error_that_says_what_to_do(tmp_path: Path, trace: Trace, message: str) -> None:
@@ -258,15 +214,3 @@ def test_a_reduce_scatter_names_what_comes_out_of_it_and_messages_of_a_group_are
     recording = seen(tmp_path, trace.nccl(20, 30, 40, name="ncclDevKernel_SendRecv")).recording
     assert recording.collectives[0].operation == "send/recv"
     assert recording.activities.bytes.tolist() == [1500]
-
-
-BINARY = [b"\0" * 31, message(5)[:-1], packed(99, b"\0" * 24), packed(SCHEMA, b"\0" * 8), 17]
-TEXTS = ["{", "[1]", "[" * 100_000, '{"Message size [bytes]": "none"}']
-
-
-@pytest.mark.parametrize("payload", [*BINARY, *TEXTS])
-def test_payloads_of_another_form_are_not_believed(tmp_path: Path, payload: object) -> None:
-    column = "jsonText" if isinstance(payload, str) else "binaryData"
-    recording = seen(tmp_path, with_payloads({column: payload})).recording
-    assert set(recording.activities.bytes.tolist()) == {NONE}
-    assert recording.collectives[0].operation == "all_reduce"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from fastddp.tools.trace.collectives import bus_bytes, is_collective_kernel, ope
 from fastddp.tools.trace.grids import collective_grid
 from fastddp.tools.trace.names import GATHER, STATUS
 from fastddp.tools.trace.reading import read_reports
-from fastddp.tools.trace.report import BucketReport, Idle
+from fastddp.tools.trace.report import Idle
 from fastddp.tools.trace.stragglers import describe_stragglers
 from fastddp.tools.trace.wording import headline
 from trace_files import FORWARD, LAUNCHER, NCCL, ChromeTrace, NsightExport, Trace, bucket, gradient, report
@@ -316,58 +315,6 @@ def test_advice(tmp_path: Path, which: str) -> None:
     assert places == [0] or which not in FIRST
     assert len(found) == 1 or which not in ALONE
     assert any("no bucket" in sentence for sentence in found) == ("no bucket" in words)
-
-
-@pytest.mark.parametrize(
-    ("name", "noted", "wire"),
-    [
-        (NCCL, {}, "float32"),
-        (NCCL.replace("f32", "bf16"), {}, "bfloat16"),
-        ("ncclDevKernel_Generic", {"Collective_name": "allreduce", "dtype": "Half"}, "float16"),
-    ],
-)
-def test_the_wire_is_what_a_name_says(tmp_path: Path, name: str, noted: dict[str, Any], wire: str) -> None:
-    found = report(tmp_path, without_names((5, 10, 99), name=name, **noted))
-    assert [one.wire for one in found.buckets] == [wire]
-    assert any("bf16_compress_hook" in sentence for sentence in found.advice) == (wire == "float32")
-
-
-# -------------------------------------------------------------------------------------------------------- thresholds
-
-
-def a_bucket(number: int, **values: float) -> BucketReport:
-    """Of a step of 100 ms; exposed where it is not said."""
-    of = {"ready": 80.0, "delay": 0.0, "start": 80.0, "duration": 10.0, "exposed": 10.0, **values}
-    named = {"first": "first", "last": "last", "last_rank": 0, "last_parameter": "first", "mean_exposed": of["exposed"]}
-    return BucketReport(number, bytes=4 << 20, wire="float16", bus_gb_per_s=1.0, **named, **of)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("buckets", "half", "words"),
-    [
-        # It is spoken of from two hundredths of a step on.
-        ([a_bucket(0), a_bucket(1, exposed=1.9)], 5.0, ["Bucket 0"]),
-        ([a_bucket(0), a_bucket(1, exposed=2.1)], 5.0, ["Bucket 0", "Bucket 1"]),
-        # A cap, where it gains a tenth of what is exposed.
-        ([a_bucket(0)], 1.1, ["with a cap of 2 MiB"]),
-        ([a_bucket(0)], 0.9, []),
-        # A delay, from half of what is exposed on.
-        ([a_bucket(0, delay=5.1)], 5.0, ["it was ready 5.10 ms before"]),
-        ([a_bucket(0, delay=4.9)], 5.0, ["with a cap of 2 MiB"]),
-        # It is late behind others that end in the second half of its delay.
-        ([a_bucket(0, start=50, duration=21), a_bucket(1, ready=60, delay=20)], 5.0, ["behind other", "Bucket 0"]),
-        ([a_bucket(0, start=50, duration=19), a_bucket(1, ready=60, delay=20)], 5.0, ["no other", "Bucket 0"]),
-        # It would only wait with a smaller cap if it begins as the one before it ends.
-        ([a_bucket(0, start=50, duration=29.5, exposed=1), a_bucket(1, duration=20, exposed=19)], 10.0, ["is busy"]),
-        ([a_bucket(0, start=10, duration=30, exposed=1), a_bucket(1, duration=20, exposed=19)], 10.0, ["with a cap"]),
-    ],
-)  # fmt: skip
-def test_a_bucket_gets_advice_if(buckets: list[BucketReport], half: float, words: list[str]) -> None:
-    exposed = sum(bucket.exposed for bucket in buckets)
-    split = Split(compute=100 - exposed, overlapped=0, exposed=exposed, idle=0)
-    found = advise(split, buckets, {bucket.bucket: half for bucket in buckets})
-    assert len(found) == len(words)
-    assert all(word in sentence for word, sentence in zip(words, found, strict=True))
 
 
 # -------------------------------------------------------------------------------------------------------------- idle

@@ -96,10 +96,3 @@ def test_every_name_of_a_real_step_is_read_again_without_a_loss(ranks: RankPool,
         what, *others = text.removeprefix("fastddp.").split()
         assert fields.pop("what") == what
         assert sorted(others) == sorted(f"{key}={value}" for key, value in fields.items())
-
-
-def test_names_of_others_and_keys_of_later_versions_are_left_out() -> None:
-    assert names.parse("aten::mm") is None
-    assert names.parse("DistributedDataParallel.forward") is None
-    assert names.parse("fastddp.ready bucket=3 colour=red") == names.Name("ready", bucket=3)
-    assert names.parse("fastddp.ready bucket=three bytes=") == names.Name("ready")

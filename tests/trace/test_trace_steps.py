@@ -9,17 +9,12 @@ from operator import attrgetter
 from pathlib import Path
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import given
-from typer.testing import CliRunner
 
 from fastddp.times.split import Split
-from fastddp.tools.commands import app
-from fastddp.tools.trace import files
 from fastddp.tools.trace.buckets import SEVERAL, SHARED
-from fastddp.tools.trace.ranks import bring_together, view
-from fastddp.tools.trace.recording import KINDS, TraceError
+from fastddp.tools.trace.recording import TraceError
 from trace_files import (
     BOTH_RECORDERS,
     FORWARD,
@@ -72,16 +67,6 @@ def test_without_the_profilers_a_step_goes_from_one_window_to_the_next(tmp_path:
     assert (alone.ranks[0].step_ms, alone.wrapper) == (pytest.approx((90, 90)), "unknown")
 
 
-def test_only_a_step_of_two_wrappers_says_that_their_buckets_have_the_same_numbers(tmp_path: Path) -> None:
-    rebuilt = two_windows_a_step().moment(301, bucket("ready", 0, of=1, layer="other"))  # in one step of all
-    for trace, is_said in (
-        (two_windows_a_step(layers=("encoder", "decoder")), True),
-        (two_windows_a_step(), False),
-        (rebuilt, False),
-    ):
-        assert (SHARED in report(tmp_path, trace).notes) == is_said
-
-
 def test_ranks_steps_of_one_number_belong_together_unless_they_are_marked_in_different_ways(tmp_path: Path) -> None:
     found = report(tmp_path, two_windows_a_step(0), two_windows_a_step(1, first=5))
     assert [len(rank.step_ms) for rank in found.ranks] == [3, 1]
@@ -89,21 +74,6 @@ def test_ranks_steps_of_one_number_belong_together_unless_they_are_marked_in_dif
     assert [rank.waits_ms for rank in found.ranks] == pytest.approx([0, 0])
     found = report(tmp_path, two_windows_a_step(0), two_windows_a_step(1).without("ProfilerStep"))
     assert any("not marked alike (ProfilerStep#, fastddp.step)" in note for note in found.notes)
-
-
-def test_bucket_numbers_that_cannot_be_do_not_fill_the_memory(tmp_path: Path) -> None:
-    trace = two_windows_a_step()
-    for name in (
-        "fastddp.ready bucket=99999999",
-        "fastddp.ready bucket=2 of=2",
-        "fastddp.ready bucket=99999999 of=100000000",
-        "fastddp.gradient parameter=layer0.weight bucket=9999",  # none of those that the other names count
-        f"fastddp.collective bucket={'9' * 5000} of=1",
-        f"fastddp.collective tick={'9' * 30} bytes={'9' * 30}",
-    ):
-        trace.moment(350, name)
-    assert [one.bucket for one in report(tmp_path, trace).buckets] == [0]
-    assert seen(tmp_path, trace).recording.ranges_of("ready")[0].name.bucket == 0
 
 
 # --------------------------------------------------------------------------------------------------------- torch's DDP
@@ -181,16 +151,6 @@ def test_a_range_of_the_scripts_own_is_a_step(tmp_path: Path, mark: str) -> None
     assert found.step_mark == "--step-range"
     assert found.ranks[0].step_ms == pytest.approx((100, 100, 100, 100), abs=11)
     assert (found.split.compute, found.split.exposed) == pytest.approx((50, 40), abs=1)
-
-
-def test_ranges_with_numbers_are_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
-    traces = [steps(ChromeTrace(rank, world_size=2), "step {}").without(f"step {rank}") for rank in range(2)]
-    paths = [trace.write(tmp_path / f"{rank}.json") for rank, trace in enumerate(traces)]
-    views = [view(rank, files.read(path, step_range="step")[0], "step") for rank, path in enumerate(paths)]
-    assert [one.steps.numbers for one in views] == [(1, 2, 3), (0, 2, 3)]
-    assert bring_together(views).begin.tolist() == [[200, 300], [200, 300]]
-    command = ["trace", str(tmp_path), "--no-files", "--step-range", "step"]
-    assert "3 steps" in CliRunner().invoke(app, command).output
 
 
 def test_a_range_that_is_not_there_is_an_error_that_says_how_to_make_it(tmp_path: Path) -> None:
@@ -291,15 +251,6 @@ def test_on_a_gpu_a_bucket_is_ready_when_its_last_gradient_is_computed(tmp_path:
     assert (times.start.tolist(), times.end.tolist()) == ([[72]], [[90]])
 
 
-def test_a_gradient_that_comes_twice_in_a_window_counts_when_it_comes_last(tmp_path: Path) -> None:
-    trace = ChromeTrace().steps(0, 100).gloo(41, 42, 50, 0)
-    for time, parameter in [(10, "weight"), (20, "bias"), (30, "scale"), (40, "weight")]:
-        trace.moment(time, gradient(parameter, 0))
-    trace.moment(40, bucket("ready", 0, of=1))
-    times = seen(tmp_path, trace).times
-    assert (times.last_parameter.tolist(), times.half.tolist()) == ([["weight"]], [[30]])
-
-
 TWO_STREAMS: dict[str, tuple[Callable[[Trace], Trace], str, list[object]]] = {
     "a step begins with its own earliest kernel": (
         lambda trace: trace.steps(0, 10).launch(2, 20, 50).launch(12, 120, 150)
@@ -337,16 +288,6 @@ def test_what_powersgd_sends_in_its_last_tick_is_no_buckets(tmp_path: Path) -> N
     found = seen(tmp_path, trace)
     assert found.times.exposed.tolist() == [[6, 6]]
     assert found.splits[0].exposed == 18
-
-
-@BOTH_RECORDERS
-def test_kernels_of_pack_and_unpack_are_drawn_as_that(tmp_path: Path, recorder: type[Trace]) -> None:
-    trace = recorder().steps(0, 100).range(10, 12, bucket("pack", 1)).range(30, 32, bucket("unpack", 1))
-    trace.launch(11, 15, 18, "pack_kernel").nccl(21, 20, 30, 1, of=2).launch(31, 30, 35, "unpack_kernel")
-    activities = seen(tmp_path, trace).recording.activities
-    on_device = np.flatnonzero(np.isfinite(activities.launched))
-    kinds = activities.kind[on_device[np.argsort(activities.start[on_device])]]
-    assert [KINDS[kind] for kind in kinds] == ["pack", "collective", "unpack"]
 
 
 # ------------------------------------------------------------------------------------- against counting milliseconds
