@@ -113,7 +113,6 @@ def test_an_output_may_be_left_unused_or_have_a_backward_of_its_own_79171(
         assert [gradient is not None for gradient in first] == [True] * 4 + [uses_right] * 2
 
 
-# --------------------------------------------
 # ------------------------------------------------------------------------------------------------------ static graphs
 
 
