@@ -37,12 +37,12 @@ def gradients(model: nn.Module, attribute: str) -> list[float | None]:
     return parts.gradients(model, attribute)
 
 
-def two_microbatches(model: Any, first: float, second: float, call: Any = None) -> None:
+def two_microbatches(model: Any, first: float, second: float) -> None:
     """bf16 has no 257, and rounds it to 256; fp16 has no 2049."""
-    call, dtype = model if call is None else call, next(model.parameters()).dtype
+    dtype = next(model.parameters()).dtype
     with model.no_sync():
-        call(constant(first, dtype)).backward()
-    call(constant(second, dtype)).backward()
+        model(constant(first, dtype)).backward()
+    model(constant(second, dtype)).backward()
 
 
 def calls_allreduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -165,18 +165,13 @@ def test_a_gradient_that_somebody_keeps_is_not_overwritten_by_the_next_microbatc
     assert [gradient[0].item() for gradient in kept] == [0.5, 2.5, 4.5, 6.5]
 
 
-# -------------------------------------------------------------------------------------------------- copies, compilation
-
-
 @ATTRIBUTES
 @on_ranks(2)
-def test_copies_pickles_and_what_is_compiled_have_fp32_gradients_of_their_own(rank: int, attribute: str) -> None:
+def test_copies_and_pickles_have_fp32_gradients_of_their_own(rank: int, attribute: str) -> None:
     model = wrapped(attribute)
     model(constant(3.0)).backward()
-    copied = copy.deepcopy(model)
-    pickled = pickle.loads(pickle.dumps(model))
-    for other, call in ((copied, copied), (pickled, torch.compile(pickled, backend="aot_eager"))):
-        two_microbatches(other, 256.0, 1.0, call)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        two_microbatches(other, 256.0, 1.0)
         assert gradients(other, attribute) == [257.0] * 3
     assert gradients(model, attribute) == [3.0] * 3
 

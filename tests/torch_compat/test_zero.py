@@ -82,6 +82,7 @@ def test_parameters_and_state_are_those_under_torchs_ddp(
     assert len(ours.others) == tensors
 
 
+@pytest.mark.tier("slow")
 def test_a_patch_leaves_the_import_of_torchs_optimizers_to_those_who_need_it() -> None:
     """It takes long; under a patch the class shards from its import on."""
     name = "torch.distributed.optim.zero_redundancy_optimizer"
