@@ -186,7 +186,8 @@ def test_a_backward_of_the_module_alone_stays_on_its_rank(rank: int) -> None:
 # ------------------------------------------------------------------------------------------------ gradients, wires
 
 
-@pytest.mark.parametrize("in_other_groups_too", [False, True])
+@pytest.mark.tier("slow", but_one_in=2)
+@pytest.mark.parametrize("in_other_groups_too", [True, False])
 @on_ranks(2)
 def test_ranks_cut_wires_alike_once_there_is_a_second_lane(rank: int, in_other_groups_too: bool) -> None:
     """The one bucket, of 50 MiB, stays as it is then; rank 0 keeps a gradient, so its wire is a new one."""
