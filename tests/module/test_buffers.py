@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from contextlib import nullcontext
 from typing import Any
@@ -94,26 +93,6 @@ def test_the_end_of_backward_waits_for_a_hooks_futures(wrap: Wrap, rank: int, lo
     loss = model(local_input(rank))
     loss.backward()
     assert model.module.factor.tolist() == [7.0, 7.0]
-
-
-@on_ranks(1)
-def test_without_a_backward_the_next_forward_and_a_copy_wait_for_a_hooks_futures(rank: int) -> None:
-    model = fastddp.DistributedDataParallel(Scaled())
-    futures: list[Future] = []
-
-    def hook(state: None, buffers: dict[str, Tensor]) -> Future:
-        futures.append(Future())
-        threading.Timer(0.2, futures[-1].set_result, [None]).start()
-        return futures[-1]
-
-    model._register_buffer_comm_hook(None, hook)
-    model(local_input(rank))
-    done = [futures[0].done()]
-    model.module.register_forward_pre_hook(lambda *_: done.append(futures[0].done()))
-    model(local_input(rank))
-    done.append(futures[1].done())
-    copy.deepcopy(model)
-    assert [*done, futures[1].done()] == [False, True, False, True]
 
 
 @on_ranks(2)

@@ -132,16 +132,6 @@ def test_accumulation_in_the_parameters_precision_and_then_over_several_forwards
     return gradients(model) + backward(model, sum(model(batch(rank, step)) for step in range(2, 5)))  # type: ignore[arg-type]
 
 
-@AS_REFERENCE
-def test_layers_that_a_rank_does_not_use(wrap: Wrap, rank: int) -> Any:
-    layers: Any = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    layers.forward = lambda x: layers[0](layers[1 + rank](x))
-    model = wrap(layers, find_unused_parameters=True)
-    for parameter in model.parameters() if wrap is Reference else ():
-        parameter.grad = torch.zeros_like(parameter)
-    return backward(model, model(batch(rank)))
-
-
 class Checkpointed(nn.Module):
     """Runs ``body`` and a product with a parameter of its own again in backward, unless ``reentrant`` is None."""
 
@@ -209,17 +199,6 @@ def test_modules_that_keep_references_to_their_parameters_and_copies(wrap: Wrap,
     outputs = [each(batch(rank)) for each in models]
     outputs = [output[0] if recurrent else output for output in outputs]
     return [*outputs, *backward(model, outputs[0])]
-
-
-@pytest.mark.tier("slow")
-@pytest.mark.parametrize("inside", [True, False])
-@AS_REFERENCE
-def test_compilation(wrap: Wrap, rank: int, inside: bool) -> Any:
-    layers: Any = two_layers()
-    compiled = wrap is wrapped
-    model = wrap(torch.compile(layers, backend="aot_eager") if compiled and inside else layers)
-    call = torch.compile(model, backend="aot_eager") if compiled and not inside else model
-    return [backward(model, call(batch(rank, step))) for step in range(2)]
 
 
 # ------------------------------------------------------------------------------------ what is where, during and outside
@@ -302,16 +281,6 @@ def test_floating_point_inputs_are_cast_wherever_they_are(rank: int) -> None:
     assert all(tensor.dtype == torch.bfloat16 for tensor in (seen.x, seen_floats, *more))
     assert (type(seen), type(seen_packed), seen.label) == (Batch, PackedSequence, "label")
     assert seen_integers is integers
-
-
-@on_ranks(1)
-def test_gradients_are_cast_as_soon_as_they_come_so_that_they_can_travel_meanwhile(rank: int) -> None:
-    model = wrapped(two_layers())
-    events: list[str] = []
-    model.module[2].weight.register_post_accumulate_grad_hook(lambda _: events.append("the last layer's gradient"))
-    model.module[1].register_full_backward_hook(lambda *_: events.append("backward of the layer before it"))
-    model(batch(rank).requires_grad_()).sum().backward()
-    assert events == ["the last layer's gradient", "backward of the layer before it"]
 
 
 @on_ranks(1)

@@ -75,25 +75,21 @@ def compiled(way: str, backend: Any, options: dict[str, Any]) -> Any:
 WAYS = ["outside", "inside", "in place", "in a function"]
 
 
+OTHER_MODES = sorted({*torch._dynamo.utils._ddp_optimization_mode} - {"ddp_optimizer"})
 SLOW, NIGHTLY = pytest.mark.tier("slow"), pytest.mark.tier("nightly")
 SOME_BUCKETS, ALL_BUCKETS = {"bucket_cap_mb": 0.001}, {"bucket_cap_mb": 0}
-IN_QUICK = [("inside", SOME_BUCKETS), ("in place", ALL_BUCKETS)]
 
 
 @pytest.mark.timeout(COMPILING + 30)
 @pytest.mark.parametrize(
     ("way", "backend", "options", "mode"),
     [
-        *(
-            pytest.param(way, "aot_eager", options, None, marks=[SLOW] * ((way, options) not in IN_QUICK))
-            for way in WAYS
-            for options in ({}, SOME_BUCKETS, ALL_BUCKETS)
-        ),
-        *(
-            pytest.param("outside", "aot_eager", SOME_BUCKETS, mode, marks=[SLOW] * (mode != "ddp_optimizer"))
-            for mode in torch._dynamo.utils._ddp_optimization_mode
-        ),
-        *(pytest.param(way, "inductor", SOME_BUCKETS, None, marks=NIGHTLY) for way in ("outside", "inside")),
+        ("inside", "aot_eager", SOME_BUCKETS, None),
+        ("in place", "aot_eager", ALL_BUCKETS, None),
+        ("outside", "aot_eager", SOME_BUCKETS, "ddp_optimizer"),
+        *(pytest.param(way, "aot_eager", {}, None, marks=SLOW) for way in WAYS),
+        *(pytest.param("outside", "aot_eager", SOME_BUCKETS, mode, marks=SLOW) for mode in OTHER_MODES),
+        pytest.param("outside", "inductor", SOME_BUCKETS, None, marks=NIGHTLY),
     ],
 )
 @on_ranks(2, time_limit=COMPILING)
@@ -112,7 +108,6 @@ def wrapper_in(model: nn.Module) -> fastddp.DistributedDataParallel:
 
 
 @pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize(
     ("way", "options", "layers"),
     [
@@ -122,9 +117,7 @@ def wrapper_in(model: nn.Module) -> fastddp.DistributedDataParallel:
     ],
 )
 @on_ranks(2)
-def test_graphs_end_with_buckets(rank: int, way: str, options: Any, layers: list[list[int]], pinned: bool) -> None:
-    if pinned:
-        options = {"buckets": wrapper_in(compiled(way, "eager", options)).bucket_plan()}
+def test_graphs_end_with_buckets(rank: int, way: str, options: Any, layers: list[list[int]]) -> None:
     graphs: list[list[Any]] = []
 
     def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -144,7 +137,6 @@ def test_graphs_end_with_buckets(rank: int, way: str, options: Any, layers: list
         after = shapes()
     graphs = [graph for graph in graphs if graph]
     assert graphs == before == [sorted(p.shape for n in of for p in Layers().layers[n].parameters()) for of in layers]
-    assert after == before or not pinned
     # Rebuilt buckets have another order within a graph, but all of them before the next graph's.
     graph_of = {shape: number for number, graph in enumerate(reversed(graphs)) for shape in graph}
     for number, bucket in enumerate(reversed(after)):

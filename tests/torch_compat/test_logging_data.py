@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -97,20 +94,6 @@ def test_missing_gradients_are_noted(rank: int) -> None:
     assert "1.weight (number 2" in data["error"]
 
 
-@on_ranks(2)
-def test_what_is_not_used_and_whether_the_graph_is_static_is_known_from_the_second_step_on(rank: int) -> None:
-    model = fastddp.DistributedDataParallel(idle(), find_unused_parameters=True)
-    found = []
-    for step in range(5):
-        if step == 3:
-            model.module[0], model.module[1] = model.module[1], model.module[0]
-        found.append(model._get_ddp_logging_data().get("can_set_static_graph"))
-        train(model)
-    assert model._get_ddp_logging_data()["unused_parameter_size"] == 4 * (4 * 4 + 4)
-    model(torch.ones(2, 4))
-    assert [*found, model._get_ddp_logging_data()["can_set_static_graph"]] == [None, None, None, 1, 1, 0]
-
-
 @pytest.mark.skipif(not torch_takes(["forward_sync_buffers"]), reason="this torch does not warn")
 @same_under_both(1)
 def test_warnings_are_torchs_at_the_callers_line(wrap: Wrap, rank: int) -> Any:
@@ -140,13 +123,3 @@ def test_buckets_are_described_before_and_after_they_are_rebuilt(rank: int) -> N
     assert data[3]["has_rebuilt_buckets"] == 1
     assert data[3]["rebuilt_per_bucket_param_indices"] == "3, 2 1 0"
     assert data[3]["num_buckets_reduced"] == 2
-
-
-@on_ranks(2)
-def test_a_logger_does_not_keep_its_model_alive(rank: int) -> None:
-    model = fastddp.DistributedDataParallel(module())
-    logger, alive = model.logger, weakref.ref(model)
-    assert logger is not copy.deepcopy(model).logger
-    del model
-    gc.collect()
-    assert alive() is None

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel.distributed import _find_tensors
 
-import fastddp
-from fastddp import comm_hooks
 from fastddp.torch_compat.logging_data import Logger
 from fastddp.torch_compat.reducer import Reducer
 from models import MODELS, inputs
@@ -100,34 +98,6 @@ def test_a_forward_that_was_copied_from_torchs_class(wrap: type, rank: int, opti
             model.train_step(inputs(NAME, rank, step)).square().mean().backward()
         found += [gradients(model), [buffer.clone() for buffer in model.buffers()]]
     return found
-
-
-@on_ranks(2)
-def test_a_window_that_is_prepared_counts_what_its_ranks_weigh(rank: int) -> None:
-    """Rank r's own gradient is r + 1, its weight is r the first time and its opposite the second."""
-    weights = iter([rank, 1 - rank])
-    model = wrapped(Parts("a"), gradient_average=lambda: float(next(weights)))
-    for expected in (2.0, 1.0):
-        model.zero_grad()
-        with model.no_sync():
-            loss = model(local_input(rank))
-        prepare(model, loss)
-        loss.backward()
-        assert model.module.a.grad[0].item() == expected
-
-
-@on_ranks(2)
-def test_each_window_that_is_prepared_follows_the_schedule_of_the_hook(rank: int) -> None:
-    model = fastddp.DistributedDataParallel(nn.Linear(40, 40))
-    model.register_comm_hook(comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=3), comm_hooks.powerSGD_hook)
-    with model.no_sync():
-        output = model(torch.ones(2, 40))
-    used = []
-    for _ in range(4):
-        model.reducer.prepare_for_backward([])
-        used.append(type(model.engine.now.exchange).__name__)
-        output.sum().backward(retain_graph=True)
-    assert used == ["AllReduce", "AllReduce", "AllReduce", "PowerSGD"]
 
 
 # Of torch's reducer, and where what it does is done. Code that reaches for it gets an error.

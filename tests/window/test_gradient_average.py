@@ -51,15 +51,6 @@ def test_what_gradients_count_follows_from_the_ranks_that_exchange_them(
 
 
 @on_ranks(2)
-def test_a_rank_that_keeps_its_gradients_keeps_them_whole_whatever_its_weight(rank: int) -> None:
-    """Local SGD without an exchange: a weight that the other rank does not add is no error, and changes nothing."""
-    state = comm_hooks.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
-    model = wrapped(lambda: float(rank))
-    model.register_comm_hook(state, comm_hooks.post_localSGD_hook)
-    assert backward(model, rank) == rank + 1.0
-
-
-@on_ranks(2)
 def test_what_stays_after_the_window_of_a_sum_counts_in_the_next(rank: int) -> None:
     """Two more backwards over its forward, which stay on this rank."""
     model = wrapped("sum")

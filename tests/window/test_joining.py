@@ -83,17 +83,6 @@ def test_the_ranks_with_inputs_are_those_of_the_exchange(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_under_powersgd_a_rank_without_inputs_adds_nothing(rank: int) -> None:
-    """What the mean of both has left of the longer rank's gradients, -0.5 a step, travels with its next one."""
-    model = square()
-    state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    model.register_comm_hook(state, comm_hooks.powerSGD_hook)
-    expected = [1.5] * 4 + ([] if rank == 1 else [(1 - 1) / 2, 1 / 2, (1 + 0.5) / 2])
-    with model.join():
-        assert [gradient(model, rank) for _ in expected] == pytest.approx(expected, rel=1e-5, abs=1e-5)
-
-
-@on_ranks(2)
 def test_an_early_end_is_an_error_on_all_ranks_if_asked_for(rank: int) -> None:
     model = square()
     with pytest.raises(RuntimeError, match="exhausted"), model.join(throw_on_early_termination=True):

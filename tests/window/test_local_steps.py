@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.optim import SGD, Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from fastddp import DistributedDataParallel, Watch
 from on_ranks import on_ranks
@@ -117,13 +115,6 @@ def local_sgd(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -
         optimizer.step()
 
 
-def local_gradients_thrown_away(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
-    model.module(x).sum().backward()
-    for parameter in model.parameters():
-        parameter.grad.zero_()
-    optimizer.step()
-
-
 def a_frozen_half(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
     model.module[0].requires_grad_(False)
     head = SGD(model.module[1].parameters(), lr=0.1)
@@ -133,13 +124,6 @@ def a_frozen_half(model: DistributedDataParallel, optimizer: Optimizer, x: Tenso
     model(x).sum().backward()
     head.step()
     assert features.shape == (2, 2)
-
-
-def gradients_by_hand(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
-    gradients = torch.autograd.grad(model.module(x).sum(), list(model.parameters()))
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        parameter.grad = gradient
-    optimizer.step()
 
 
 def generator_and_critic(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
@@ -153,14 +137,6 @@ def generator_and_critic(model: DistributedDataParallel, optimizer: Optimizer, x
         optimizer.step()
         optimizer.zero_grad()
         of_critic.zero_grad()
-
-
-def a_copy_that_follows(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
-    average = AveragedModel(model.module)
-    model(x).sum().backward()
-    optimizer.step()
-    average.update_parameters(model.module)
-    average(x).sum().backward()
 
 
 def two_wrappers_of_one_module(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
@@ -212,8 +188,8 @@ def accumulation_that_ends_in_a_closure(model: DistributedDataParallel, optimize
 
 RIGHT = [
     *(accumulation_over_an_evaluation, accumulation_that_ends_in_a_closure, the_next_forward_before_the_step),
-    *(local_sgd, local_gradients_thrown_away, a_frozen_half, gradients_by_hand, generator_and_critic),
-    *(a_copy_that_follows, two_wrappers_of_one_module, a_scaler_that_skips, steps_that_a_hook_keeps_local),
+    *(local_sgd, a_frozen_half, generator_and_critic),
+    *(two_wrappers_of_one_module, a_scaler_that_skips, steps_that_a_hook_keeps_local),
 ]
 
 
@@ -225,17 +201,3 @@ def test_nothing_is_said_of_a_loop_that_is_right(rank: int, loop: Loop) -> None:
     for _ in range(3):
         loop(model, optimizer, torch.full((2, 3), 1.0 + rank))
         optimizer.zero_grad()
-
-
-@on_ranks(2)
-def test_nothing_is_said_of_an_optimizer_in_backward(rank: int) -> None:
-    model = DistributedDataParallel(two_layers(), watch=Watch(local_steps="raise"))
-    _apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
-    for _ in range(3):
-        model(torch.full((2, 3), 1.0 + rank)).sum().backward()
-
-
-@on_ranks(1)
-def test_one_rank_has_all_gradients(rank: int) -> None:
-    model = DistributedDataParallel(two_layers(), watch=Watch(local_steps="raise"))
-    through_the_module(model, SGD(model.parameters(), lr=0.1), torch.ones(2, 3))
