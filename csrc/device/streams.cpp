@@ -100,10 +100,6 @@ void Producers::current_stream_waits(c10::Device device) const {
   for (const auto& producer : streams_) wait(current_stream(device), producer);
 }
 
-void Producers::clear() {
-  streams_.clear();
-}
-
 void keep_for_current_stream(const at::Tensor& tensor) {
   if (!tensor.defined() || !has_streams(tensor.device())) return;
   keep(tensor.storage(), current_stream(tensor.device()));

@@ -39,7 +39,7 @@ class Producers {
   void note(c10::Device device);
   // Makes the current stream wait for everything that the producers have been given so far.
   void current_stream_waits(c10::Device device) const;
-  void clear();
+  void clear() { streams_.clear(); }
 
  private:
   std::vector<c10::Stream> streams_;

@@ -6,6 +6,10 @@ Complaints whose behaviour another file tests are there, with the number in the 
 from __future__ import annotations
 
 import copy
+import ctypes
+import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -17,8 +21,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
 from hooks_by_name import register
+from nodes import by_messages
 from on_ranks import Wrap, on_ranks, same_under_both
-from parts import Parts
+from parts import Parts, gradients, local_input, wrapped
+from ranks import RankPool
 
 
 @same_under_both()
@@ -45,6 +51,16 @@ def test_errors_carry_the_words_that_people_search_logs_for_43259_22049_68803(wr
 # ------------------------------------------------------------------------------------- what a step does not cost here
 
 
+@on_ranks(2)
+def test_what_is_used_shows_in_backward_and_is_not_searched_for_in_forward_53160(rank: int) -> None:
+    """The loss uses b, which no graph led to when forward ended: a search from its output would not have found it."""
+    model = wrapped(Parts("ab"), find_unused_parameters=True)
+    for _ in range(3):
+        model.zero_grad()
+        (model(local_input(rank), "a") + (model.module.b * (rank + 1)).sum()).backward()
+        assert gradients(model) == [1.5, 1.5]
+
+
 def operators_of_a_backward(model: nn.Module, set_to_none: bool) -> set[str]:
     for _ in range(3):
         model.zero_grad(set_to_none=set_to_none)
@@ -65,3 +81,49 @@ def test_no_operator_divides_gradients_81383(rank: int, set_to_none: bool, hook:
     dividing = {"aten::mul", "aten::mul_", "aten::div", "aten::div_"} - alone
     assert operators_of_a_backward(ours, set_to_none) & dividing == set()
     assert operators_of_a_backward(torchs, set_to_none) & dividing != set()
+
+
+def exchange_beside_a_thread_that_keeps_the_gil(rank: int, hook: str) -> tuple[float, float]:
+    """When this rank had all gradients; on rank 0, when a thread gave the GIL back that it took as backward began."""
+    model = fastddp.DistributedDataParallel(nn.Sequential(*(nn.Linear(200, 200) for _ in range(4))), bucket_cap_mb=0.1)
+    register(model, hook)
+    with by_messages():
+        for _ in range(2):
+            model(torch.ones(200, 200)).sum().backward()
+            model.zero_grad()
+    loss = model(torch.ones(200, 200)).sum()
+    averaged: list[float] = []
+    if rank == 1:
+        model.reducer.on_averaged(lambda parameters: averaged.append(time.monotonic()))
+    begins, given_back = threading.Event(), []
+
+    def keep_the_gil() -> None:
+        begins.wait()
+        ctypes.PyDLL(None).usleep(1_000_000)
+        given_back.append(time.monotonic())
+
+    thread = threading.Thread(target=keep_the_gil)
+    thread.start()
+    gradient = torch.ones(())
+    # In seconds: the thread gets the GIL where backward leaves Python, and Tensor.backward did before.
+    sys.setswitchinterval(10)
+    if rank == 0:
+        begins.set()
+    flags = {"keep_graph": True, "create_graph": False, "allow_unreachable": True, "accumulate_grad": True}
+    # The graph is kept: to free what Python has seen autograd takes the GIL.
+    torch.autograd.Variable._execution_engine.run_backward((loss,), (gradient,), inputs=(), **flags)
+    sys.setswitchinterval(0.005)
+    begins.set()
+    thread.join()
+    return max(averaged, default=0.0), given_back[0]
+
+
+@pytest.mark.tier("slow", but_one_in=3)
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "python"])
+def test_native_hooks_run_without_the_gil_46959(ranks: RankPool, hook: str) -> None:
+    """Rank 1 gets all gradients from rank 0, where Python cannot run; without reads, which wait for each other.
+
+    Only the status of the window, after them, may wait: in allreduces of gloo torch takes the GIL (flight recorder).
+    """
+    (_, given_back), (averaged, _) = ranks.run(exchange_beside_a_thread_that_keeps_the_gil, 2, hook)
+    assert (averaged < given_back) is (hook != "python")
