@@ -15,7 +15,7 @@ import block8_interpreted as interpreted
 from block8_given import Given, bits, random
 from block8_interpreted import Format, reference
 from fastddp import _C
-from interpreting import interpreter  # noqa: F401  a fixture of this module
+from interpreting import alignment_hints, interpreter  # noqa: F401  a fixture of this module
 
 
 class Native:
@@ -172,3 +172,17 @@ def test_sums_of_shards(kind: list[Any], form: Any, key: int | None, count: int)
 def test_sums_into_memory_of_their_own_with_errors_anywhere_or_none(kind: list[Any], shift: int | None) -> None:
     errors = None if shift is None else random(5 * 1024 + shift, 5)[shift:]
     check_sum(kind, Format("e5m2", 256), [random(5 * 1024, seed) for seed in range(3)], errors, KEYS[1], 2**33)
+
+
+@pytest.mark.parametrize(
+    ("shift", "error_shift", "size"), [(0, 0, 640), (1, 0, 640), (0, 1, 640), (4, 4, 640), (0, 0, 642)]
+)
+def test_alignment_hints_are_given_when_true_and_only_then(shift: int, error_shift: int, size: int) -> None:
+    form = Format("int8", 128)
+    given = Given(form, [random(size)], shift=shift, error_shift=error_shift, first=3)
+    with alignment_hints() as hints:
+        interpreted.encode(form, given.gradients, given.error, given.wire, before=given.before)
+        interpreted.decode(form, given.gradients, given.wire)
+    # The wire and gradients in both, and in one errors, twice; element by element, the wire in four tiles.
+    decodes = shift % 4 == 0 and size % 4 == 0
+    assert hints == [True] * (4 + (2 if decodes else 4))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from block8_given import around_is_untouched, guarded
 from fastddp import _C
-from interpreting import BITS, interpreter  # noqa: F401  a fixture of this module
+from interpreting import BITS, alignment_hints, interpreter  # noqa: F401  a fixture of this module
 from low_rank_interpreted import Interpreted
 
 Kernels = _C.LowRankKernels | Interpreted
@@ -145,7 +145,7 @@ def test_so_is_one_of_many_matrices_or_without_a_gradient_or_without_memory_or_a
     check(kernels, [(1, 1, 1), (5, 1, 1), (1, 37, 1), (33, 136, 3), (17, 130, 4), (70, 24, 2), (200, 8, 3)], dtype)
     check(kernels, [(21, 50, 5)], dtype, gradient=False)
     check(kernels, [(21, 50, 5)], dtype, memory=False)
-    for shift in (1, 2, 4, 7):
+    for shift in (1, 4):
         check(kernels, [(17, 136, 2)], dtype, shift)
 
 
@@ -261,3 +261,15 @@ def test_the_product_is_rounded_before_it_is_taken_from_the_memory() -> None:
     assert memory.double() != p.double() * p.double()
     TRITON.reconstruct([(torch.zeros(1, 1), memory, p, p.clone())])
     assert memory.item() == 0
+
+
+@pytest.mark.tier("nightly")
+def test_alignment_hints_are_given_when_true_and_only_then() -> None:
+    for shift, columns in itertools.product(range(9), (127, 128, 130, 132, 136)):
+        matrices = [Matrix(2, columns, 1, torch.bfloat16, shift).parts]
+        with alignment_hints() as hints:
+            TRITON.compress(matrices)
+            TRITON.project(matrices)
+            TRITON.reconstruct(matrices)
+        assert all(hints)
+        assert bool(hints) == (columns % 8 == 0 and shift % 8 == 0)
