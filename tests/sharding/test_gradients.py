@@ -276,3 +276,20 @@ def test_a_rank_without_any_part_steps_and_skips_with_the_others(rank: int) -> N
         assert all(map(torch.equal, training.parameters(), before)) == (spoilt is not None)
         assert scaler.get_scale() == (4.0 if spoilt is None else 2.0)
         assert_the_same_on_all_ranks(training)
+
+
+@on_ranks(2)
+def test_sparse_gradients_which_all_ranks_have_whole_count_once(rank: int) -> None:
+    """The optimizer of their tables cannot be sharded."""
+    found = []
+    for sharded in (False, True):
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 600))
+        model = fastddp.DistributedDataParallel(module)
+        optimizer = (
+            fastddp.ShardedOptimizer(model, torch.optim.SGD, module[1].parameters(), lr=0.1) if sharded else None
+        )
+        model(torch.tensor([1, 3 + rank])).square().sum().backward()
+        found.append([fastddp.clip_grad_norm_(model, 1.0), module[0].weight.grad.to_dense()])
+        del optimizer
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
