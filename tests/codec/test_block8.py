@@ -68,15 +68,6 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_the_average(num
     assert (nearest - block).abs().max() > 5 * deviation  # which is what it is for
 
 
-def test_other_formats_and_dtypes_are_refused() -> None:
-    with pytest.raises(ValueError, match="int8, e4m3 and e5m2, and no int4"):
-        _C.Block8Kernels("int4", 128, CPU)
-    with pytest.raises(ValueError, match="128 or 256 elements, not 64"):
-        _C.Block8Kernels("int8", 64, CPU)
-    with pytest.raises(TypeError, match="not of Double"):
-        _C.Block8Kernels("int8", 128, CPU).encode([(torch.zeros(3).double(), 0)], None, empty_wire())
-
-
 def summed(tensor: Tensor) -> Tensor:
     total = tensor.double().clone()
     dist.all_reduce(total)

@@ -90,13 +90,6 @@ def check_sum(
         assert all(torch.equal(bits(mine), bits(theirs)) for mine, theirs in zip(result, results[0], strict=True))
 
 
-def test_draws_of_the_docstring_depend_on_the_key_and_count_elements_modulo_2_to_the_32() -> None:
-    drawn = reference.draw(1, torch.arange(4))
-    assert (drawn * 2**16).tolist() == [0x58F5, 0, 0x6785, 0x3656]
-    assert torch.equal(drawn, reference.draw(1, 2**32 + torch.arange(4)))
-    assert not torch.equal(drawn, reference.draw(2**32 + 1, torch.arange(4)))
-
-
 def windows() -> Iterator[tuple[Any, list[int], torch.dtype, int | None, dict[str, int]]]:
     for form, dtype, key in itertools.product(FORMATS, DTYPES, KEYS[:2]):
         yield form, [form.block, 8, 5 * form.block, 1, 0, 3 * form.block + 40], dtype, key, {}

@@ -116,16 +116,6 @@ def test_training_goes_on_from_a_file_in_these_or_other_buckets_75666(
 
 
 @on_ranks(2)
-def test_errors_of_8_bits_fit_other_formats_and_blocks(rank: int) -> None:
-    saved = Training(rank, "int8").run(*range(3)).state.state_dict()
-    other = Training(rank, "e4m3, drawn", cap=0.1, state=BlockState(block_size=128)).run(0, 1)
-    other.state.load_state_dict(saved)
-    errors = saved["errors"][f"rank {rank}"]
-    assert any(bool(error.any()) for error in errors.values())
-    assert equal(other.state.errors, errors)
-
-
-@on_ranks(2)
 def test_training_goes_on_from_a_distributed_checkpoint(rank: int, tmp_path: Path) -> None:
     """Each rank has errors of its own, which DCP has to keep apart."""
     dcp.save(Training(rank).run(*range(3)).checkpoint(), checkpoint_id=tmp_path / "checkpoint")
@@ -159,19 +149,6 @@ def test_on_more_ranks_those_without_errors_begin_with_none_and_a_warning_says_s
     assert "rank 2 begins with none" in told[2][1]
 
 
-@pytest.mark.parametrize("name", ["PowerSGD", "batched PowerSGD"])
-@on_ranks(4)
-def test_between_nodes_a_rank_counts_what_it_exchanges(rank: int, name: str) -> None:
-    """In three windows of a model whose ranks share it with another one of their node."""
-    training = Training(rank, name, two_levels=True).run(*range(5))
-    _, before, after = training.state.compression_stats()
-    of_node = torch.tensor([before, after])
-    dist.all_reduce(of_node)
-    elements = sum(parameter.numel() for parameter in training.model.parameters())
-    assert of_node[0].item() == 2 * 3 * elements  # two nodes
-    assert 0 < of_node[1].item() < of_node[0].item()
-
-
 @on_ranks(1)
 def test_statistics_count_the_elements_of_compressed_windows(rank: int) -> None:
     before = 3 * sum(parameter.numel() for parameter in network().parameters())
@@ -187,13 +164,9 @@ def test_statistics_count_the_elements_of_compressed_windows(rank: int) -> None:
     ("make", "settings", "message"),
     [
         (PowerSGDState, {"matrix_approximation_rank": 33}, "matrix_approximation_rank must be .* 1 to 32, got 33"),
-        (PowerSGDState, {"matrix_approximation_rank": 2.5}, "1 to 32, got 2.5"),
         (PowerSGDState, {"orthogonalization_epsilon": -1e-8}, "orthogonalization_epsilon must be >= 0"),
         (PowerSGDState, {"start_powerSGD_iter": 1, "warm_start": False}, "start_powerSGD_iter must be at least 2"),
-        (PowerSGDState, {"min_compression_rate": 0}, "min_compression_rate must be > 0"),
         (BlockState, {"block_size": 64}, "block_size"),
-        (BlockState, {"fp8": "e3m4"}, "fp8"),
-        (BlockState, {"random_seed": -1}, "random_seed"),
         (CompressState, {"accumulate": "fp16"}, '"fp32", "wire" or None, got \'fp16\''),
     ],
 )
@@ -206,12 +179,10 @@ MISSING = object()
 IN_ALL: list[tuple[str, Any, str]] = [  # in a saved state: where, what is there, and what is said
     ("format", 7, "its format is 7"),
     ("iter", MISSING, "it has no 'iter'"),
-    *(("iter", value, f"iter must be an integer >= 0, not {value!r}") for value in (-1, "3", True)),
+    ("iter", -1, "iter must be an integer >= 0, not -1"),
     ("world_size", 0, "world_size must be an integer >= 1"),
     ("shapes", ["1.weight"], "shapes must be a dict"),
-    ("shapes/1.weight", "3", "shapes['1.weight'] must be a list of sizes"),
     ("shapes/1.weight", [3, 2], "1.weight [3, 2]"),
-    ("errors/rank 0/1.weight", None, "the error of '1.weight' must be a tensor"),
     ("errors/rank 0/1.weight", torch.zeros(16, 27).double(), "the error of '1.weight' must be a dense tensor of float"),
     ("errors/rank 0/1.weight", torch.zeros(5, 5), "the error of '1.weight' must be of shape"),
     ("errors/rank 0/other", torch.zeros(3), "the error of 'other' must be that of a parameter"),
@@ -221,11 +192,7 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
     "PowerSGD": [
         *IN_ALL,
         ("matrix_approximation_rank", 4, "has matrix_approximation_rank 4, this one 2"),
-        ("total_numel_before_compression", -5, "total_numel_before_compression must be an integer >= 0"),
-        ("qs/1.weight", [1.0], "qs['1.weight'] must be a tensor"),
-        ("qs/1.weight", torch.zeros(2, 27).half(), "must be a dense tensor of float32, not torch.float16"),
         ("qs/1.weight", torch.zeros(2, 28), "qs['1.weight'] must be of shape"),
-        ("qs/nobody", torch.zeros(2, 3), "qs['nobody'] must be that of a parameter"),
     ],
 }
 
@@ -255,24 +222,17 @@ def test_of_a_saved_state_that_is_damaged_nothing_is_taken(rank: int, name: str)
 @on_ranks(2)
 def test_what_would_fail_a_thousand_steps_later_is_refused_when_it_is_registered(rank: int) -> None:
     pairs = nn.Linear(20, 20, dtype=torch.complex64)
-    late, of_64_bits = PowerSGDState(None, start_powerSGD_iter=1000), PowerSGDState(None, 2, start_powerSGD_iter=2)
-    saved = saved_state(rank)
-    of_64_bits.load_state_dict(saved | {"qs": {name: q.double() for name, q in saved["qs"].items()}})
+    late = PowerSGDState(None, start_powerSGD_iter=1000)
     others = PowerSGDState(None), BlockState()
     for state, hook in zip(others, (powerSGD_hook, comm_hooks.int8_compress_hook), strict=True):
         hooked(nn.Linear(2, 3), state, hook)
-    in_bf16 = comm_hooks.bf16_compress_wrapper
     for words, module, state, hook in [
         ("PowerSGDState, not a builtins.NoneType", nn.Linear(2, 3), None, powerSGD_hook),
-        ("not a builtins.int", nn.Linear(2, 3), 3, comm_hooks.int8_compress_hook),
-        ("None or a fastddp.comm_hooks.CompressState, not a", nn.Linear(2, 3), "x", comm_hooks.fp16_compress_hook),
         (r"weight \[3, 2\].*weight \[3, 4\]", nn.Linear(4, 3), others[0], powerSGD_hook),
         ("Make a new BlockState", nn.Linear(4, 3), others[1], comm_hooks.int8_compress_hook),
-        ("dense tensor of float32, not torch.float64", network(), of_64_bits, powerSGD_hook),
         ("weight are complex", pairs, None, comm_hooks.bf16_compress_hook),
-        ("weight are complex", pairs, late, in_bf16(powerSGD_hook)),
         ("weight is complex; use powerSGD_hook", pairs, late, batched_powerSGD_hook),
-        ("8 bits already", nn.Linear(2, 3), None, in_bf16(comm_hooks.int8_compress_hook)),
+        ("8 bits already", nn.Linear(2, 3), None, comm_hooks.bf16_compress_wrapper(comm_hooks.int8_compress_hook)),
     ]:
         with pytest.raises((TypeError, ValueError), match=words):
             hooked(module, state, hook)

@@ -171,9 +171,8 @@ def test_documented_examples() -> None:
 
 @by_each
 @pytest.mark.parametrize(("gradient", "wire"), PAIRS, ids=named)
-@pytest.mark.parametrize("scale", [1.0, 1 / 3])
-def test_dtypes(mover: str, gradient: torch.dtype, wire: torch.dtype, scale: float) -> None:
-    check(MOVERS[mover](64), lambda: Bucket(MIXED, gradient, wire), scale)
+def test_dtypes(mover: str, gradient: torch.dtype, wire: torch.dtype) -> None:
+    check(MOVERS[mover](64), lambda: Bucket(MIXED, gradient, wire), 1 / 3)
 
 
 # By 4096 the kernels cut; from 32,768 on threads share the work, and stores of 600,000 go past the caches.
@@ -437,22 +436,14 @@ def test_places_in_a_wire_may_have_gaps_between_them_and_come_in_any_order_and_c
     assert dtypes == [torch.float32, torch.float32]
 
 
-def test_undefined_gradients_have_the_dtype_of_the_wire() -> None:
-    wire = torch.zeros(2, dtype=torch.bfloat16)
-    assert _C.pack_tables([None, None], list(wire.split(1)), 4, True)[1:] == (torch.bfloat16, torch.bfloat16)
-
-
 LEFT: dict[str, Callable[[Tensor, Tensor], tuple[Tensor | None, Tensor]]] = {
     "a view with gaps": lambda g, v: (g, torch.zeros(8)[::2]),
-    "an undefined gradient's view with gaps": lambda g, v: (None, torch.zeros(8)[::2]),
     "a wire of another dtype": lambda g, v: (g, v.half()),
-    "a gradient of another dtype": lambda g, v: (g.half(), v),
     "another device": lambda g, v: (g.to("meta"), v),
     "sparse": lambda g, v: (g.to_sparse(), v),
     "lazily negated": lambda g, v: (torch._neg_view(g), v),
     "lazily conjugated": lambda g, v: (g.to(torch.complex64).conj(), v.to(torch.complex64)),
     "complex, transposed": lambda g, v: (g.to(torch.complex64).view(2, 2).t(), v.to(torch.complex64).view(2, 2)),
-    "complex, for a real wire": lambda g, v: (g.to(torch.complex64), v),
     "expanded, to be written": lambda g, v: (g[:1].expand(4), v),
     "interleaved, to be written": lambda g, v: (torch.zeros(9).as_strided((2, 2), (2, 2)), v.view(2, 2)),
 }

@@ -114,7 +114,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("hook", ["", "fp16", "int8"])
 @on_ranks(2)
 def test_parameters_are_those_of_the_replicated_optimizer(rank: int, hook: str, optimizer: Optimizer) -> None:
-    replicated, sharded = both(rank, Layers, optimizer, {}, hook=hook, steps=50)
+    replicated, sharded = both(rank, Layers, optimizer, {}, hook=hook, steps=20)
     assert equal(replicated, sharded)
 
 
@@ -165,23 +165,6 @@ def test_a_closure_computes_the_loss_that_step_returns(rank: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- where state is
-
-
-@pytest.mark.parametrize("how", SHARDED)
-@on_ranks(2)
-def test_state_and_gradients_move_to_the_second_windows_buckets(rank: int, how: str) -> None:
-    found = []
-    for sharded in (False, True):
-        training = Training(rank, Layers())
-        optimizer = of(training.model, MOMENTUM, **SHARDED[how]) if sharded else MOMENTUM(training.model.parameters())
-        plan = training.model.bucket_plan()
-        training.backward()
-        optimizer.step()
-        training.backward()
-        assert training.model.bucket_plan() != plan
-        optimizer.step()
-        found.append(training.parameters())
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
@@ -271,14 +254,13 @@ def test_state_moves_to_the_buckets_that_are_planned_after_four_and_after_seven_
     assert equal(*found)
 
 
-@pytest.mark.parametrize("rebuilds", [False, True], ids=["", "before buckets are rebuilt"])
 @pytest.mark.parametrize("write", ["one", "all"])
 @on_ranks(2)
-def test_copies_follow_what_others_write(rank: int, write: str, rebuilds: bool) -> None:
+def test_copies_follow_what_others_write(rank: int, write: str) -> None:
     """Those of parameters that nobody has written stay as they are."""
     training = Training(rank, Mixed())
     optimizer = of(training.model, partial(torch.optim.SGD, lr=1e-5))
-    training.train(optimizer, steps=1 if rebuilds else 3)
+    training.train(optimizer, steps=3)
     before = {span.parameter: span.holder.detach().clone() for span in optimizer.parts.shards.spans()}
     state = training.model.module.state_dict()
     if write == "one":
@@ -286,12 +268,8 @@ def test_copies_follow_what_others_write(rank: int, write: str, rebuilds: bool) 
     training.model.module.load_state_dict({name: value + 1 for name, value in state.items()}, strict=False)
     expected = training.parameters()
     optimizer.zero_grad()
-    if rebuilds:
-        training.model(torch.zeros(1, 20))
     optimizer.step()
     assert equal(training.parameters(), expected)
-    if rebuilds:
-        return
     names = optimizer.parts.now.parameters.names
     for span in optimizer.parts.shards.spans():
         is_written = write == "all" or names[span.parameter] == "first.bias"
