@@ -37,12 +37,12 @@ def gradients(model: nn.Module, attribute: str) -> list[float | None]:
     return parts.gradients(model, attribute)
 
 
-def two_microbatches(model: Any, first: float, second: float) -> None:
+def two_microbatches(model: Any, first: float, second: float, call: Any = None) -> None:
     """bf16 has no 257, and rounds it to 256; fp16 has no 2049."""
-    dtype = next(model.parameters()).dtype
+    call, dtype = model if call is None else call, next(model.parameters()).dtype
     with model.no_sync():
-        model(constant(first, dtype)).backward()
-    model(constant(second, dtype)).backward()
+        call(constant(first, dtype)).backward()
+    call(constant(second, dtype)).backward()
 
 
 def calls_allreduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -167,11 +167,50 @@ def test_a_gradient_that_somebody_keeps_is_not_overwritten_by_the_next_microbatc
 
 @ATTRIBUTES
 @on_ranks(2)
-def test_copies_and_pickles_have_fp32_gradients_of_their_own(rank: int, attribute: str) -> None:
+def test_who_brought_infinity_is_named(rank: int, attribute: str) -> None:
+    model = wrapped(attribute, watch=fastddp.Watch(corruption=lambda corruption: None))
+    with model.no_sync():
+        model(constant(float("inf") if rank == 1 else 1.0), "b").backward()
+    model(constant(1.0)).backward()
+    found = model.blame_non_finite()
+    assert model.found_inf().item() == 1
+    assert (found.rank, found.parameter, found.count) == (1, "b", 3)
+
+
+# ------------------------------------------------------------------------------------------- plans, copies, compilation
+
+
+@ATTRIBUTES
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_plans_count_the_bytes_of_fp32_gradients(rank: int, attribute: str) -> None:
+    model = wrapped(attribute, bucket_cap_mb="auto")
+    for window in range(9):
+        model.zero_grad()
+        two_microbatches(model, 256.0, 1.0 + window)
+        assert gradients(model, attribute) == [257.0 + window] * 3
+    plan = model.bucket_plan()
+    assert sum(bucket.bytes for bucket in plan.buckets) == 3 * 3 * 4
+    assert {str(parameter.dtype) for bucket in plan.buckets for parameter in bucket.parameters} == {"torch.float32"}
+    pinned = wrapped(attribute, bucket_cap_mb=None, buckets=plan)
+    pinned(constant(1.0)).backward()
+
+
+@on_ranks(1)
+def test_parameters_of_16_and_of_32_bits_share_a_bucket(rank: int) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
+    assert len(wrapped("grad", module, bucket_cap_mb=25).bucket_plan().buckets) == 1
+
+
+@ATTRIBUTES
+@on_ranks(2)
+def test_copies_pickles_and_what_is_compiled_have_fp32_gradients_of_their_own(rank: int, attribute: str) -> None:
     model = wrapped(attribute)
     model(constant(3.0)).backward()
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        two_microbatches(other, 256.0, 1.0)
+    copied = copy.deepcopy(model)
+    pickled = pickle.loads(pickle.dumps(model))
+    for other, call in ((copied, copied), (pickled, torch.compile(pickled, backend="aot_eager"))):
+        two_microbatches(other, 256.0, 1.0, call)
         assert gradients(other, attribute) == [257.0] * 3
     assert gradients(model, attribute) == [3.0] * 3
 
@@ -210,6 +249,16 @@ def test_what_needs_fp32_gradients_in_grad_is_refused_where_they_are_not(
         assert 'main_grads="main_grad"' in error.message
 
 
+@on_ranks(1)
+def test_a_gradient_that_a_hook_took_away_is_an_error(rank: int) -> None:
+    model = wrapped("main_grad")
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    loss = model(constant(1.0))
+    with pytest.raises(RuntimeError, match=r"parameter c \(number 2, bucket 0\) got a gradient that is not in"):
+        loss.backward()
+
+
 # -------------------------------------------------------------------------------------- optimizers, and what is refused
 
 TAKE_FP32 = ("Adagrad", "Adadelta", "Adafactor", "ASGD", "RMSprop", "Rprop")
@@ -235,6 +284,17 @@ def test_an_optimizer_that_cannot_take_fp32_gradients_is_told_which_can(rank: in
     by_sgd = [torch.optim.SGD(parameters, momentum=0.9, foreach=foreach) for foreach in (False, True)]
     for optimizer in (with_fp32_state, *by_sgd, *(getattr(torch.optim, kind)(parameters) for kind in TAKE_FP32)):
         optimizer.step()
+
+
+@NEEDS_GRAD_DTYPE
+@on_ranks(2)
+def test_a_sharded_optimizer_may_be_fused_because_it_steps_fp32_copies(rank: int) -> None:
+    model = wrapped()
+    optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=1.0, fused=True)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(constant(2.0)).backward()
+    optimizer.step()
+    assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
 @on_ranks(1)
@@ -271,3 +331,20 @@ def test_a_wrapper_without_main_grads_has_gradients_of_the_parameters_dtype_agai
     model = fastddp.DistributedDataParallel(module)
     model(constant(1.0)).backward()
     assert module.a.grad_dtype == module.a.grad.dtype == torch.bfloat16
+
+
+class WithoutGradDtype:
+    """What config.py asks of torch, under 2.11."""
+
+    Tensor, float32, __version__ = object, torch.float32, "2.11.0"
+
+
+@on_ranks(1)
+def test_a_torch_without_grad_dtype_has_main_grad(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastddp.config.torch", WithoutGradDtype)
+        with pytest.raises(ValueError, match=r'2.11.0, does not have.*or main_grads="main_grad"'):
+            wrapped()
+        model = wrapped("main_grad")
+        model(constant(1.0)).backward()
+    assert gradients(model, "main_grad") == [1.0] * 3

@@ -19,7 +19,7 @@ from fastddp.exchange.descriptions import AllReduce, Noop, PythonHook
 from hooks_by_name import averages
 from models import MODELS, inputs
 from nodes import on_machines
-from on_ranks import gradients, on_ranks
+from on_ranks import gradients, of_ranks, on_ranks
 
 FP16, BF16 = torch.float16, torch.bfloat16
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket views"])
@@ -70,11 +70,14 @@ def test_with_a_cast_wire_gradients_stay_where_autograd_put_them(rank: int, view
         (None, default_hooks.allreduce_hook, AllReduce()),
         (None, default_hooks.fp16_compress_hook, AllReduce(wire=FP16)),
         (None, dist.BuiltinCommHookType.FP16_COMPRESS, AllReduce(wire=FP16)),
+        (None, default_hooks.bf16_compress_hook, AllReduce(wire=BF16)),
         (None, comm_hooks.bf16_compress_hook, AllReduce(wire=BF16)),
         (CompressState(accumulate="fp32"), comm_hooks.bf16_compress_hook, AllReduce(wire=BF16, accumulate="fp32")),
         (None, debugging_hooks.noop_hook, Noop()),
+        (None, comm_hooks.fp16_compress_wrapper(comm_hooks.allreduce_hook), AllReduce(wire=FP16)),
         (None, comm_hooks.fp16_compress_wrapper(comm_hooks.bf16_compress_hook), AllReduce(wire=BF16)),
         (None, comm_hooks.bf16_compress_wrapper(comm_hooks.noop_hook), "python"),
+        (None, comm_hooks.bf16_compress_wrapper(averages), "python"),
         (None, averages, "python"),
     ],
 )
@@ -90,15 +93,33 @@ def test_what_a_hook_stands_for(rank: int, state: object, hook: Any, exchange: o
 
 
 class Parts(nn.Module):
-    """A dense parameter and a table of words; every gradient is the input."""
+    """Dense parameters and a table of words; a forward uses what it is told to, and every gradient is the input."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Parameter(torch.ones(1))
+        self.a, self.b = (nn.Parameter(torch.ones(1)) for _ in range(2))
         self.words = nn.Embedding(2, 1, sparse=True)
 
-    def forward(self, x: float, word: int) -> Tensor:
-        return x * (self.words(torch.tensor([word])).sum() + self.a.sum())
+    def forward(self, x: float, used: str, word: int) -> Tensor:
+        loss = x * self.words(torch.tensor([word])).sum()
+        return sum(((getattr(self, name) * x).sum() for name in used), loss)
+
+
+def in_pairs(rank: int, first: int, uses: list[str], **options: Any) -> list[tuple[list[float | None], list[float]]]:
+    """Gradients of a and b, and of the words, of each step; rank r's own are r + 1, and it looks word r % 2 up."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = fastddp.DistributedDataParallel(Parts(), bucket_cap_mb=0, **options)
+    state = PostLocalSGDState(None, pairs[rank // 2], first)
+    model.register_comm_hook(state, comm_hooks.post_localSGD_hook)
+    seen = []
+    for used in uses:
+        model.zero_grad()
+        model(rank + 1.0, used, rank % 2).backward()
+        *dense, words = gradients(model)
+        seen.append(([None if one is None else one.item() for one in dense], words.to_dense().flatten().tolist()))
+    assert state.iter == first
+    assert len(set(of_ranks(str(model.bucket_plan())))) == 1
+    return seen
 
 
 @pytest.mark.parametrize("average", ["mean", "sum"])
@@ -107,24 +128,45 @@ def test_local_sgd_averages_over_all_ranks_first_and_over_the_subgroup_then(rank
     # Words 0 and 1: rank r's gradient is r + 1, and the other one's row is zero.
     over_all = [4.0, 6.0] if average == "sum" else [1.0, 1.5]
     then = {"mean": [[0.5, 1.0], [1.5, 2.0]], "sum": [[1.0, 2.0], [3.0, 4.0]]}[average][rank // 2]
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = fastddp.DistributedDataParallel(Parts(), gradient_average=average)
-    model.register_comm_hook(PostLocalSGDState(None, pairs[rank // 2], 1), comm_hooks.post_localSGD_hook)
-    for expected in (over_all, then, then):
-        model.zero_grad()
-        model(rank + 1.0, rank % 2).backward()
-        dense, words = gradients(model)
-        assert (dense.item(), words.to_dense().flatten().tolist()) == (sum(expected), expected)
+    seen = in_pairs(rank, 1, ["ab"] * 3, gradient_average=average)
+    assert seen == [([sum(words)] * 2, words) for words in (over_all, then, then)]
+
+
+@pytest.mark.parametrize(
+    ("option", "first", "uses", "expected"),
+    [
+        # Rank 0 uses b in the third step, for the first time, and in the fourth.
+        (
+            "find_unused_parameters",
+            1,
+            ["a", "a", "ab", "ab", "a"],
+            ([[2.5, None], [1.5, None], [1.5, 0.5], [1.5, 0.5], [1.5, None]], [[2.5, None]] + [[3.5, None]] * 4),
+        ),
+        # Rank 0 uses b, and its first step goes over a pair already. On the other pair b counts as used, with zeros.
+        ("static_graph", 0, ["ab"] * 3, ([[1.5, 0.5]] * 3, [[3.5, 0.0]] * 3)),
+    ],
+)
+@on_ranks(4)
+def test_under_local_sgd_what_another_subgroup_uses_leaves_gradients_alone_and_buckets_alike(
+    rank: int, option: str, first: int, uses: list[str], expected: tuple[list[Any], list[Any]]
+) -> None:
+    seen = in_pairs(rank, first, uses if rank == 0 else ["a"] * len(uses), **{option: True})
+    assert [dense for dense, _ in seen] == expected[rank // 2]
 
 
 @VIEWS
+@pytest.mark.parametrize("hold", [False, True], ids=["", "held"])
 @pytest.mark.parametrize("hook", [None, comm_hooks.fp16_compress_hook, comm_hooks.noop_hook, averages])
 @on_ranks(2)
-def test_the_norm_is_torchs(rank: int, hook: Callable[..., Any] | None, view: bool) -> None:
+def test_the_norm_is_torchs(rank: int, hook: Callable[..., Any] | None, view: bool, hold: bool) -> None:
     module = MODELS["batch norm MLP"]()
     model = fastddp.DistributedDataParallel(module, gradient_as_bucket_view=view, bucket_cap_mb=1e-4)
     if hook is not None:
         model.register_comm_hook(None, hook)
+    held: list[Tensor] = []
+    if hold:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: held.append(p.grad))
     for step in range(3):
         model.zero_grad()
         model(inputs("batch norm MLP", rank, step)).square().sum().backward()

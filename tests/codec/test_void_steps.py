@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -65,21 +66,19 @@ class Training:
         return [tensor.clone() for tensor in kept]
 
 
-def raises(training: Training, gradient: Tensor, spoil: Any = lambda _: None) -> None:
-    """On rank 1, after the second matrix's gradient, which it has changed by then; the next forward finds that out."""
+def raises(training: Training, gradient: Tensor, by: Sequence[int] = (1,), spoil: Any = lambda _: None) -> None:
+    """After the second matrix's gradient, which these ranks have changed by then."""
 
     def fail(_: Tensor) -> None:
         spoil(training.model.module.second.grad)
         raise ValueError("on purpose")
 
-    fails = training.rank == 1
+    fails = training.rank in by
     handle = training.model.module.first.register_hook(fail) if fails else None
     with pytest.raises(ValueError if fails else RuntimeError, match="on purpose" if fails else "failed on rank 1"):
         training.backward(gradient)
     if handle is not None:
         handle.remove()
-    with torch.no_grad():
-        training.model(torch.zeros(12, 9))
 
 
 def raises_after_a_change(training: Training) -> None:
@@ -89,11 +88,18 @@ def raises_after_a_change(training: Training) -> None:
         if not isinstance(gradient, ShardedGradient):
             gradient.data.zero_().numpy().fill(0)
 
-    raises(training, 1e6 * torch.ones(12, 9), spoil)
+    raises(training, 1e6 * torch.ones(12, 9), spoil=spoil)
+    repair(training)
 
 
 def raises_after_what_is_not_finite(training: Training) -> None:
     raises(training, torch.full((12, 9), torch.nan))
+    repair(training)
+
+
+def repair(training: Training) -> None:
+    with torch.no_grad():
+        training.model(torch.zeros(12, 9))
 
 
 def is_discarded_with_two_more_backwards(training: Training) -> None:
@@ -116,6 +122,12 @@ def has_an_infinity(training: Training) -> None:
     assert training.model.found_inf() == 1.0
 
 
+def cannot_be_clipped(training: Training) -> None:
+    training.backward(with_an_infinity())
+    with pytest.raises(RuntimeError, match="cannot be clipped"):
+        fastddp.clip_grad_norm_(training.model, 1.0, error_if_nonfinite=True)
+
+
 def is_skipped_by_a_scaler(training: Training) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     parameters = [parameter.clone() for parameter in training.model.parameters()]
@@ -123,6 +135,11 @@ def is_skipped_by_a_scaler(training: Training) -> None:
     scaler.step(training.optimizer)
     scaler.update()
     assert all(map(torch.equal, training.model.parameters(), parameters))
+
+
+def is_skipped_by_the_optimizer_itself(training: Training) -> None:
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1, fused=True)
+    is_skipped_by_a_scaler(training)
 
 
 ZEROING: dict[str, Callable[[nn.Parameter], object]] = {
@@ -151,6 +168,7 @@ VOID: list[Callable[[Training], None]] = [
     raises_after_what_is_not_finite,
     is_discarded_with_two_more_backwards,
     has_an_infinity,
+    cannot_be_clipped,
     is_skipped_by_a_scaler,
 ]
 
@@ -174,6 +192,7 @@ def assert_goes_on_like(one: Training, other: Training) -> None:
     ("hook", "void"),
     [
         *((hook, void) for void in VOID for hook in HOOKS),
+        ("int8_compress_hook", is_skipped_by_the_optimizer_itself),
         *(("int8_compress_hook, sharded", void) for void in VOID),
         *((f"{HOOKS[number]}, two levels", void) for number in (0, 2) for void in (VOID[0], VOID[2])),
     ],
@@ -181,6 +200,28 @@ def assert_goes_on_like(one: Training, other: Training) -> None:
 )
 def test_a_step_that_is_not_taken_leaves_no_trace(ranks: RankPool, hook: str, void: Callable[..., None]) -> None:
     ranks.run(traces, 4 if "two levels" in hook else 2, hook, void)
+
+
+@pytest.mark.parametrize("hook", [*HOOKS[:2], "powerSGD_hook"])
+@on_ranks(2)
+def test_errors_change_places_in_each_step_and_are_not_copied(rank: int, hook: str) -> None:
+    training = Training(rank, hook)
+
+    def places() -> list[int]:
+        return [error.data_ptr() for error in training.state.errors.values()]
+
+    first = places()
+    training.next_gradients()
+    second = places()
+    assert set(first).isdisjoint(second)
+    for _ in range(2):  # of the same step
+        training.model(torch.ones(12, 9)).backward()
+    assert places() == second
+    training.optimizer.step()
+    training.next_gradients()
+    assert places() == first
+    training.model.discard_step()
+    assert places() == second
 
 
 @pytest.mark.parametrize("way", [*ZEROING, "model", "optimizer"])
@@ -192,6 +233,19 @@ def test_gradients_that_are_zeroed_without_a_step_leave_no_trace(rank: int, hook
     if "power" in hook:  # whose random numbers depend on how many windows there were
         throws_gradients_away(without, way)
         without.model.discard_step()
+    assert_goes_on_like(trained, without)
+
+
+@pytest.mark.parametrize("hook", HOOKS[:2])
+@on_ranks(2)
+def test_nor_do_they_where_the_next_step_begins_with_a_local_backward(rank: int, hook: str) -> None:
+    without, trained = Training(rank, hook), Training(rank, hook)
+    throws_gradients_away(trained, "zero_")
+    for training in (without, trained):
+        training.zeroes = training is without
+        with training.model.no_sync():
+            training.backward(torch.ones(12, 9))
+        training.zeroes = False
     assert_goes_on_like(trained, without)
 
 
@@ -223,3 +277,32 @@ def test_where_no_optimizer_is_seen_gradients_that_are_zeroed_have_been_used(ran
         found.append([error.clone() for error in state.errors.values()])
     assert all(map(torch.equal, *found))
     assert all(error.any() for error in found[0])
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@on_ranks(2)
+def test_nor_does_a_backward_that_raises_before_the_model_is_dropped(rank: int, hook: str) -> None:
+    training = Training(rank, hook)
+    before = training.remembered()
+    raises(training, 1e6 * torch.ones(12, 9), by=(0, 1))
+    training.model = None  # type: ignore[assignment]
+    gc.collect()
+    assert all(map(torch.equal, training.remembered(), before))
+
+
+@pytest.mark.parametrize("hook", HOOKS[:2])
+@on_ranks(2)
+def test_nor_does_the_first_step_over_which_buckets_are_rebuilt(rank: int, hook: str) -> None:
+    """Two windows of a step that nobody takes."""
+    module = Pair()
+    module.first = module._parameters.pop("first")  # type: ignore[assignment]  # the last, whose gradient comes last too
+    model = fastddp.DistributedDataParallel(module)
+    state = BlockState()
+    model.register_comm_hook(state, getattr(comm_hooks, hook))
+    plan = model.bucket_plan()
+    for scale in (1e8, 1.0):
+        model(scale * torch.randn(12, 9)).backward()
+    assert model.bucket_plan() != plan
+    model.discard_step()
+    assert len(state.errors) == 2
+    assert not any(bool(error.any()) for error in state.errors.values())

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fake_cuda
 import fastddp
 from fastddp import DistributedDataParallel as Wrapper
-from fastddp.comm_hooks import bf16_compress_hook, fp16_compress_hook
+from fastddp.comm_hooks import bf16_compress_hook, fp16_compress_hook, noop_hook
 from on_ranks import of_ranks, on_ranks
 
 
@@ -75,6 +75,22 @@ def test_wrappers_with_a_layer_in_common_average_its_gradient_once(rank: int, ho
         models[1].zero_grad()
         loss = sum(outputs) if how == "in one loss" else outputs[0]  # the other one has only run its forward
         assert after(loss, models[0].module) == [6.0 if how == "in one loss" else 3.0, 3.0]
+
+
+@on_ranks(2)
+def test_what_one_wrapper_has_at_once_is_written_when_the_other_has_read_the_gradient(rank: int) -> None:
+    """The wrapper with the hook writes last; had it written first, the other one's average would be what is left."""
+
+    def doubled_at_once(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() * 2)
+        return future
+
+    layer = Ones()
+    models = [Wrapper(Pair(layer)) for _ in range(2)]
+    models[0].register_comm_hook(None, doubled_at_once)
+    for _ in range(3):
+        assert after(models[0](at(rank)) + models[1](at(rank)), layer) == [8.0 * (rank + 1)]
 
 
 @on_ranks(2)
@@ -186,8 +202,28 @@ def test_a_backward_of_the_module_alone_stays_on_its_rank(rank: int) -> None:
 # ------------------------------------------------------------------------------------------------ gradients, wires
 
 
-@pytest.mark.tier("slow", but_one_in=2)
-@pytest.mark.parametrize("in_other_groups_too", [True, False])
+@on_ranks(2)
+def test_without_an_exchange_a_parameter_may_come_into_use(rank: int) -> None:
+    model = Wrapper(Pair(), find_unused_parameters=True)
+    model.register_comm_hook(None, noop_hook)
+    for both in (False, False, True, True, False, True):
+        expected = [2.0 * (rank + 1)] * 2 if both else [rank + 1.0, None]
+        assert after(model(at(rank), both), model) == expected
+
+
+@on_ranks(2)
+def test_gradients_that_change_places_keep_their_values(rank: int) -> None:
+    """After two steps they lie in the wire."""
+    model = Wrapper(Pair())
+    first, second = model.module.first.weight, model.module.second.weight
+    for step in range(3):
+        if step == 2:
+            first.grad, second.grad = second.grad, first.grad
+        model(at(rank)).sum().backward()
+        assert gradients(model) == [3.0 * (step + 1)] * 2
+
+
+@pytest.mark.parametrize("in_other_groups_too", [False, True])
 @on_ranks(2)
 def test_ranks_cut_wires_alike_once_there_is_a_second_lane(rank: int, in_other_groups_too: bool) -> None:
     """The one bucket, of 50 MiB, stays as it is then; rank 0 keeps a gradient, so its wire is a new one."""
@@ -198,6 +234,25 @@ def test_ranks_cut_wires_alike_once_there_is_a_second_lane(rank: int, in_other_g
     for _ in range(4):
         assert after(model(torch.full((1, 4096), rank + 1.0)), model) == [1.5]
         kept.append(model.module.weight.grad if rank == 0 else None)
+
+
+@pytest.mark.tier("nightly")  # the first time, patience has to end
+@on_ranks(2)
+def test_a_hook_may_collect_buckets_until_the_last_one(rank: int) -> None:
+    waiting: list[tuple[torch.futures.Future, Tensor]] = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        waiting.append((future, bucket.buffer()))
+        while bucket.is_last() and waiting:
+            done, buffer = waiting.pop(0)
+            done.set_result(buffer)
+        return future
+
+    model = Wrapper(Pair(), bucket_cap_mb=1e-6)
+    model.register_comm_hook(None, hook)
+    for _ in range(3):
+        assert after(model(at(rank)), model) == [2.0 * (rank + 1)] * 2
 
 
 # ------------------------------------------------------------------------------------------------------ their order
@@ -211,11 +266,12 @@ def said_by(model: nn.Module, x: Tensor) -> str:
     return ""
 
 
+@pytest.mark.parametrize("copied", [False, True], ids=["", "a rank has made models alone"])
 @on_ranks(3)
-def test_models_that_a_rank_runs_in_another_order_are_named(rank: int) -> None:
-    """Of one size; rank 1 begins with the third one after the first in the last step. Rank 0 has made models alone."""
+def test_models_that_a_rank_runs_in_another_order_are_named(rank: int, copied: bool) -> None:
+    """Of one size; rank 1 begins with the third one after the first in the last step."""
     first, second = (Wrapper(Ones()) for _ in range(2))
-    if rank == 0:  # an average of weights, say
+    if copied and rank == 0:  # an average of weights, say
         copy.deepcopy(first)
         Wrapper(Ones(), init_sync=False)
     third = Wrapper(Ones())
@@ -223,8 +279,9 @@ def test_models_that_a_rank_runs_in_another_order_are_named(rank: int) -> None:
     last = [first, third, second] if rank == 1 else in_order
     said = [said_by(model, at(rank)) for model in (*in_order, *in_order, *last)]
     assert said[:7] == [""] * 7
-    assert "step 3 of model 2 on rank 0, 2; step 3 of model 4 on rank 1" in said[7]
-    assert "step 3 of model 2 on rank 1; step 3 of model 4 on rank 0, 2" in said[8]
+    number = 4 if copied else 3
+    assert f"step 3 of model 2 on rank 0, 2; step 3 of model {number} on rank 1" in said[7]
+    assert f"step 3 of model 2 on rank 1; step 3 of model {number} on rank 0, 2" in said[8]
     for model in (*in_order, *in_order):  # a loop that catches the error goes on
         assert after(model(at(rank)), model) == [2.0]
 
@@ -239,3 +296,32 @@ def test_on_a_device_each_rank_says_which_model_it_was_in(rank: int) -> None:
     fake_cuda.synchronize()
     with pytest.raises(RuntimeError, match=rf"met that of another model.*\(it was that of model {rank + 1} here"):
         models[rank](x)
+
+
+def in_order(order: list[int]) -> nn.Module:
+    """Layers of one size that run in this order; so their gradients come in different orders."""
+    layers: Any = nn.ModuleList(Ones() for _ in order)
+
+    def forward(x: Tensor) -> Tensor:
+        for layer in order:
+            x = layers[layer](x) * (layer + 1)
+        return x.sum() * layers[0].weight[0, 0]
+
+    layers.forward = forward
+    return layers
+
+
+@on_ranks(2)
+def test_models_in_another_order_take_no_plan_from_each_other(rank: int) -> None:
+    """Rank 1 runs them in another order in the second step, when buckets are rebuilt."""
+    models = [Wrapper(in_order(order), bucket_cap_mb=1e-5) for order in ([0, 1], [1, 0])]
+    for step in range(3):
+        for place, model in enumerate(reversed(models) if (step, rank) == (1, 1) else models):
+            model.zero_grad()
+            said = said_by(model, at(rank))
+            if step == 1:
+                assert f"model 1 on rank {place}; model 2 on rank {1 - place}" in said
+                continue
+            right = torch.autograd.grad(model.module(torch.full((1, 2), 1.5)), [*model.parameters()])
+            assert said == ""
+            assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), right, strict=True))

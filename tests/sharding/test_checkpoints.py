@@ -6,6 +6,8 @@ All ranks have the same inputs, and there are 1, 2 or 4 of them: averages of equ
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 import fastddp
+from fastddp.sharding.sharded_state import ShardedState
 from on_ranks import differences, of_ranks, on_ranks
 from ranks import RankPool
 
@@ -149,7 +152,9 @@ def slow(*row: Any) -> Any:
         slow({}, {"whole": (4, 1), "dcp": (4,)}, False),
         slow({"shard": "parameters"}, {"whole": (1,), "dcp": (4, 1)}, False),
         slow({"kind": SGD}, SOME, True),
+        slow({"kind": SGD, "dtype": torch.bfloat16}, {"part": (4,), "dcp": (2,)}, False),
         slow({"kind": SGD, "momentum": 0.9}, SOME, True),
+        slow({"kind": torch.optim.Adagrad}, SOME, True),
         slow({"parameter_wire": torch.bfloat16}, SOME, False),
         slow({"kind": torch.optim.Adafactor, "shard": "parameters"}, SOME, False),
     ],
@@ -168,9 +173,19 @@ def test_training_goes_on_bit_for_bit(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("option", ["full_state_dict", "cpu_offload", "flatten_optimizer_state_dict"])
-def test_options_of_torchs_state_dicts_work(rank: int, tmp_path: Path, option: str) -> None:
-    of, other, options = made(0), made(1), {option: True}
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ({"full_state_dict": True}, {}),
+        ({"cpu_offload": True}, {}),
+        ({"flatten_optimizer_state_dict": True}, {}),
+        ({"flatten_optimizer_state_dict": True}, MUON),
+    ],
+)
+def test_options_of_torchs_state_dicts_work(
+    rank: int, tmp_path: Path, options: dict[str, Any], how: dict[str, Any]
+) -> None:
+    of, other = made(0, **how), made(1, **how)
     train(of, 0, 3)
     dcp.save(states(of, **options), checkpoint_id=tmp_path / "dcp")
     load_dcp(other, tmp_path, **options)
@@ -199,6 +214,31 @@ def test_async_save_saves_the_state_of_the_moment(rank: int, tmp_path: Path) -> 
     load_dcp(other, tmp_path)
     train(other, 3, 5)
     assert differences(values(of[0]), values(other[0])) == []
+
+
+class Halves(Optimizer):
+    """Changes parameters whatever their gradients and ``lr``."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["seen"] = parameter.detach().clone()
+                parameter.data.mul_(0.5)
+
+
+@on_ranks(2)
+def test_state_to_load_into_is_made_without_a_step(rank: int) -> None:
+    of = made(0, kind=Halves)
+    before = values(of[0])
+    assert of[1].state_dict()["state"] == of[1].full_state_dict()["state"] == {}
+    found = states(of)["optimizer"]["state"]
+    assert found.keys() == before.keys()
+    assert found["first.weight"].keys() <= {"seen"}
+    assert differences(before, values(of[0])) == []
+    assert all(parameter.grad is None for parameter in of[0].parameters())
 
 
 @on_ranks(2)
@@ -293,6 +333,29 @@ def test_a_part_is_not_taken_for_the_whole(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_part_may_be_one_number(rank: int) -> None:
+    """The second rank's, of 1,025."""
+    of, plain = (made(0, net=lambda: nn.Linear(5, 205, bias=False), plain=plain) for plain in (False, True))
+    train(of, 0, 2)
+    train(plain, 0, 2)
+    theirs, ours = plain[1].state_dict()["state"][0], of[1].full_state_dict()["state"][0]
+    assert differences(sorted(theirs.items()), sorted(ours.items())) == []
+
+
+# ---------------------------------------------------------------------------------------------------- copies in fp32
+
+
+def mains(of: Made) -> list[Tensor]:
+    """The whole copies in fp32."""
+    return [state["fastddp.main"] for state in of[1].full_state_dict()["state"].values()]
+
+
+def as_mains(of: Made) -> list[Tensor]:
+    """The parameters as such copies."""
+    return [parameter.detach().float() for group in of[1].param_groups for parameter in group["params"]]
+
+
+@on_ranks(2)
 def test_copies_in_fp32_are_parameters_where_the_state_has_none(rank: int) -> None:
     of, other = made(0, dtype=torch.bfloat16), made(1, dtype=torch.bfloat16)
     train(of, 0, 3)
@@ -301,6 +364,45 @@ def test_copies_in_fp32_are_parameters_where_the_state_has_none(rank: int) -> No
     for state in whole["state"].values():
         del state["fastddp.main"]
     other[1].load_state_dict(whole)
-    found = [state["fastddp.main"] for state in other[1].full_state_dict()["state"].values()]
-    parameters = [parameter for group in other[1].param_groups for parameter in group["params"]]
-    assert differences([parameter.detach().float() for parameter in parameters], found) == []
+    assert differences(as_mains(other), mains(other)) == []
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("saves_part", [False, True])
+def test_saved_copies_in_fp32_follow_parameters_that_were_written(rank: int, saves_part: bool) -> None:
+    of = made(0, dtype=torch.bfloat16)
+    train(of, 0, 3)
+    with torch.no_grad():
+        of[0].module.second.bias.add_(1.0)  # type: ignore[union-attr, operator]
+    if saves_part:
+        part = of[1].state_dict()["state"][2].get("fastddp.main")
+        assert part is None or part.part.equal(as_mains(of)[2][part.begin : part.end])
+    follow = [main.equal(parameter) for main, parameter in zip(mains(of), as_mains(of), strict=True)]
+    assert follow == [False, False, True, False, False, False]
+
+
+# ------------------------------------------------------------------------------------------------------- rectangles
+
+
+def test_a_part_has_its_elements_in_the_same_order_of_memory() -> None:
+    like = torch.empty(2, 3, 4, 5)
+    part = ShardedState.of(torch.empty(20), like, 30, 50)
+    assert part.has(like, 31, 50)
+    assert not part.has(like, 29, 50)
+    assert not part.has(like, 31, 51)
+    assert not part.has(like.to(memory_format=torch.channels_last), 31, 50)
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)], ids=str)
+def test_rectangles_of_a_part_are_its_elements_once_each(shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(math.prod(shape))
+    for order in itertools.permutations(range(len(shape))):
+        parameter = numbers.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+        for begin, end in itertools.combinations(range(len(numbers) + 1), 2):
+            if end - begin < len(numbers):
+                boxes = list(ShardedState.of(numbers[begin:end], parameter, begin, end).boxes())
+                for offsets, sizes, part in boxes:
+                    place = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+                    assert part.equal(parameter[place])
+                assert sum(part.numel() for _, _, part in boxes) == end - begin
+                assert len(boxes) <= 2 * len(shape) - 1

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import fastddp
 from fastddp import comm_hooks
 from on_ranks import Wrap, of_ranks, on_ranks, same_under_both
+from parts import Parts
 
 SIZES = (3000, 7, 2500)
 
@@ -100,11 +101,15 @@ def assert_the_same_on_all_ranks(training: Training) -> None:
 USES: dict[str, Callable[[nn.Parameter, list[nn.Parameter]], object]] = {
     "clip_grad_norm_": lambda one, all_: clip_grad_norm_(all_, 1.0),
     "clip_grad_value_": lambda one, all_: clip_grad_value_(all_, 1.0),
+    "get_total_norm": lambda one, all_: get_total_norm([p.grad for p in all_ if p.grad is not None]),
     "a product": lambda one, all_: 2 * one.grad,  # type: ignore[operator]
+    "an argument by name": lambda one, all_: torch.add(one, other=one.grad),  # type: ignore[arg-type]
     "a copy of values": lambda one, all_: one.data.copy_(one.grad),  # type: ignore[arg-type]
     "data": lambda one, all_: one.grad.data,  # type: ignore[union-attr]
+    "deepcopy": lambda one, all_: copy.deepcopy(one.grad),
     "save": lambda one, all_: torch.save(one.grad, io.BytesIO()),
     "SGD": lambda one, all_: torch.optim.SGD(all_, lr=1.0).step(),
+    "SGD, fused": lambda one, all_: torch.optim.SGD(all_, lr=1.0, fused=True).step(),
     "AdamW, foreach": lambda one, all_: torch.optim.AdamW(all_, lr=1.0, weight_decay=0.0, foreach=True).step(),
 }
 
@@ -149,6 +154,11 @@ def test_a_module_may_be_moved_with_its_gradients(rank: int) -> None:
     norm = fastddp.clip_grad_norm_(training.model, 1e9)
     assert module.cpu().all[0].grad is gradient
     assert fastddp.clip_grad_norm_(training.model, 1e9) == norm
+    module.to("meta")
+    assert repr(module.all[0].grad) == "ShardedGradient of all.0"
+    assert module.all[0].grad.device.type == "meta"
+    with pytest.raises(RuntimeError, match="is sharded"):
+        gradient.data = torch.zeros(3000)
 
 
 # --------------------------------------------------------------------------------------------------------- zero_grad
@@ -177,6 +187,42 @@ def test_after_zero_grad_a_window_adds_to_nothing(wrap: Wrap, rank: int, of: str
         assert all((parameter.grad is None) == set_to_none for parameter in training.model.parameters())
         assert not training.is_sharded or (training.own_gradients() == []) == set_to_none
         training.optimizer.step()  # with zeros momentum goes on, without gradients nothing does
+    return training.parameters()
+
+
+def each(change: Callable[[Any], object]) -> Callable[[Training, bool], None]:
+    def change_all(training: Training, to_none: bool) -> None:
+        for parameter in training.model.parameters():
+            change(parameter)
+
+    return change_all
+
+
+BEHIND_OUR_BACK = {
+    "each in place": each(lambda one: one.grad.zero_()),
+    "other zeros": each(lambda one: setattr(one, "grad", torch.zeros_like(one))),
+    "written to, but not zeroed": each(lambda one: one.grad.mul_(1.0)),
+}
+
+
+@pytest.mark.parametrize("of", [*ZEROING, *BEHIND_OUR_BACK])
+@pytest.mark.parametrize("again", [False, True], ids=["", "another local backward"])
+@same_under_both(both=EITHER)
+def test_averages_are_zeroed_with_the_local_gradient_that_was_added_to_them(
+    wrap: Wrap, rank: int, of: str, again: bool
+) -> Any:
+    zero = (ZEROING | BEHIND_OUR_BACK)[of]
+    training = wrap(rank)
+    for _ in range(3):
+        training.backward()
+        with training.model.no_sync():
+            training.backward()
+            zero(training, False)
+            if again:
+                training.backward()
+        training.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
     return training.parameters()
 
 
@@ -224,12 +270,55 @@ def test_what_only_some_ranks_have_found_all_know(rank: int) -> None:
         fastddp.clip_grad_norm_(training.model, 1.0, error_if_nonfinite=True)
 
 
+# ------------------------------------------------------------------------------------------------- sparse gradients
+
+
+class Words(nn.Module):
+    """A table with sparse gradients, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words = nn.Embedding(20, 4, sparse=True)
+        self.head = nn.Linear(4, 600)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.words(words))
+
+
+@on_ranks(2)
+def test_sparse_gradients_which_all_ranks_have_whole_count_once(rank: int) -> None:
+    """The optimizer of their tables cannot be sharded."""
+    found = []
+    for sharded in (False, True):
+        model = fastddp.DistributedDataParallel(Words())
+        tables = torch.optim.SGD([model.module.words.weight], lr=0.1)
+        dense = [*model.module.head.parameters()]
+        rest: Any = (
+            fastddp.ShardedOptimizer(model, torch.optim.SGD, dense, lr=0.1)
+            if sharded
+            else torch.optim.SGD(dense, lr=0.1)
+        )
+        for step in range(3):
+            model.zero_grad()
+            model(torch.tensor([step, 3 + rank])).square().sum().backward()
+            found.append(fastddp.clip_grad_norm_(model, 1.0))
+            rest.step()
+            tables.step()
+        assert model.module.words.weight.grad.is_sparse
+        with pytest.raises(ValueError, match=r"parameter words\.weight is sparse(.|\n)*FD042"):
+            fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        found += [parameter.detach().clone() for parameter in model.parameters()]
+    half = len(found) // 2
+    torch.testing.assert_close(found[half:], found[:half], rtol=1e-5, atol=1e-6)
+
+
 # --------------------------------------------------------------------------------------------------- torch's scaler
 
 WAYS: dict[str, dict[str, Any]] = {
     "SGD": {},
     "AdamW, fused": {"kind": torch.optim.AdamW, "fused": True},
-    "gradients in fp16": {"hook": FP16},
+    "gradients in fp16": {"hook": FP16},  # whose norm is known before they are unscaled
 }
 
 
@@ -279,17 +368,11 @@ def test_a_rank_without_any_part_steps_and_skips_with_the_others(rank: int) -> N
 
 
 @on_ranks(2)
-def test_sparse_gradients_which_all_ranks_have_whole_count_once(rank: int) -> None:
-    """The optimizer of their tables cannot be sharded."""
-    found = []
-    for sharded in (False, True):
-        torch.manual_seed(1)
-        module = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 600))
-        model = fastddp.DistributedDataParallel(module)
-        optimizer = (
-            fastddp.ShardedOptimizer(model, torch.optim.SGD, module[1].parameters(), lr=0.1) if sharded else None
-        )
-        model(torch.tensor([1, 3 + rank])).square().sum().backward()
-        found.append([fastddp.clip_grad_norm_(model, 1.0), module[0].weight.grad.to_dense()])
-        del optimizer
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+def test_gradients_in_fp16_are_refused_on_all_ranks_as_torch_refuses_them(rank: int) -> None:
+    model = fastddp.DistributedDataParallel(Parts("a").half())
+    optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(3).half()).backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="cannot unscale gradients in fp16"):
+        scaler.step(optimizer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,6 +44,20 @@ def test_groups_may_come_until_the_first_step(rank: int) -> None:
         optimizer.step()
         found.append([parameter.tolist() for parameter in (a, b, c)])
     assert found[0] == found[1]
+
+
+@on_ranks(2)
+def test_a_group_that_cannot_be_trained_is_refused_and_leaves_nothing(rank: int) -> None:
+    model = wrapped()
+    optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.5)
+    before = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    for parameter, text in [
+        (nn.Parameter(torch.ones(3)), "is not trained by the model"),
+        (model.module.a, "more than one parameter group"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            optimizer.add_param_group({"params": [parameter]})
+    assert optimizer.state_dict()["param_groups"] == before
 
 
 # -------------------------------------------------------------------------------------------- a class of a group's own
@@ -94,3 +110,19 @@ def test_muon_beside_adamw_trains_as_both_do(rank: int) -> None:
     assert differences(*([sorted(of.items()) for of in both] for both in (state, whole["state"].values()))) == []
     settings = [{**one.param_groups[0], "params": []} for one in (adamw, muon)]
     assert settings == [{**group, "params": []} for group in whole["param_groups"]]
+
+
+@on_ranks(2)
+def test_a_group_that_comes_later_may_name_its_class(rank: int) -> None:
+    model, optimizer = muon_and_adamw()
+    others, matrices = split(later := layers())
+    in_two = fastddp.ShardedOptimizer(later, AdamW, [{"params": others}], shard="parameters", lr=0.01, weight_decay=0.2)
+    with pytest.raises(ValueError, match=r"leaves out last.weight(.|\n)*FD042"):
+        in_two.load_state_dict(in_two.state_dict())
+    in_two.add_param_group({"params": matrices, "optimizer_class": partial(Muon, lr=0.1), "momentum": 0.8})
+    for one, its in ((model, optimizer), (later, in_two)):
+        train(one, [its], 0, 3, rank)
+    in_two.add_param_group({"params": []})
+    for one, its in ((model, optimizer), (later, in_two)):
+        train(one, [its], 3, 5, rank)
+    assert differences([*model.parameters()], [*later.parameters()]) == []

@@ -148,6 +148,9 @@ class ScheduleFree(Small):
         z.sub_(gradient * group["lr"])
         return gradient + move
 
+    def restart(self) -> None:
+        self.state.clear()
+
 
 class Noise(Small):
     def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
@@ -194,3 +197,14 @@ class KeepsElsewhere(Small):
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
         return self.momentum.setdefault(parameter, torch.zeros_like(parameter)).mul_(0.9).add_(gradient)
+
+
+class ByGroup(Small):
+    """What a group asks for: steps of length 1, or plain ones."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        assert all(isinstance(group["matrices"], bool) for group in self.param_groups)
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
+        return gradient / gradient.norm() if group["matrices"] else gradient

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fake_cuda
 import fastddp
 from fastddp import _C
+from fastddp.comm_hooks import PowerSGDState, powerSGD_hook
 from hooks_by_name import averages
 from models import RaisesInBackward
 from on_ranks import on_ranks
@@ -141,6 +142,7 @@ def test_forwards_of_which_a_backward_is_lost_are_noticed_and_others_are_no_erro
     assert "raised on rank 0 before it reached the model" in str(said[2 - rank])
 
 
+# ---------
 # ----------------------------------------------------------------------------------------- other threads, users' code
 
 
@@ -180,6 +182,23 @@ def test_a_forward_leaves_the_backward_of_another_thread_alone_or_waits_for_it(r
     model.zero_grad()
     next_loss.backward()
     assert gradients(model) == [3.0] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])
+@on_ranks(2)
+def test_what_cannot_be_given_back_aborts_nothing(rank: int, dtype: torch.dtype) -> None:
+    """Somebody has put errors of another dtype into PowerSGD's state; from integers no gradient can be taken out."""
+    model = wrapped(nn.Sequential(nn.Linear(16, 16), nn.Identity(), nn.Linear(16, 16)))
+    state = PowerSGDState(None, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook)
+    for _ in range(3):
+        model(torch.ones(2, 16)).sum().backward()
+    for error in state.errors.values():
+        error.data = error.data.to(dtype)
+    model.module[1].register_forward_hook(lambda module, inputs, output: RaisesInBackward.apply(output))
+    with pytest.raises(Exception):  # noqa: B017
+        model(torch.ones(2, 16)).sum().backward()
+    assert model.reducer.state == "failed"
 
 
 @pytest.mark.parametrize("place", ["hook", "callback of a future", "averaged"])

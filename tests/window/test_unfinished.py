@@ -56,6 +56,18 @@ def test_every_rank_that_raises_says_who_has_what_it_misses(rank: int) -> None:
     assert f"{parameter}: produced by rank {1 - rank}" in said
 
 
+@pytest.mark.tier("nightly")
+@on_ranks(2)
+def test_ranks_that_do_not_answer_in_time_are_named(rank: int) -> None:
+    model = wrapped()
+    if rank == 0:
+        model(X, "abc").backward()
+        said = said_by_forward(model)
+        assert "parameter d (number 3, bucket 0): no other rank has said whether it has it" in said
+        assert "No report within 5 s from rank 1, which may have them or not." in said
+    dist.barrier()  # the other one does not come to backward
+
+
 OF_LATER = ("acd", ["parameter b (number 1, bucket 2): produced by rank 0, 1"])
 # The sums of 16-bit gradients take two collectives: others wait for d's, before all gradients have come.
 OF_FIRST = ["parameter d (number 3, bucket 0): produced by rank 0, 1", "not yet by rank 0, 1, which waits in backward"]
@@ -90,6 +102,28 @@ def test_what_was_frozen_or_tied_after_wrapping_is_said_so(rank: int) -> None:
     said = said_by_forward(model)
     assert "parameter a (number 0, bucket 3): produced by no rank; it was frozen after wrapping: wrap" in said
     assert "b (number 1, bucket 2): produced by no rank; the module has another parameter in its place" in said
+
+
+@on_ranks(2)
+def test_without_a_store_the_error_is_still_the_missing_gradient(rank: int) -> None:
+    if rank == 1:
+        model = wrapped()
+        fails_elsewhere(model(X), rank=0)
+        return
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    groups = dist.distributed_c10d._world.pg_map
+    group = dist.group.WORLD
+    backend, store = groups[group]
+    groups[group] = (backend, dist.TCPStore("127.0.0.1", server.port, is_master=False))
+    model = wrapped()
+    groups[group] = (backend, store)
+    del server  # as if its process had ended
+    model(X, "acd").backward()
+    said = said_by_forward(model)
+    send_what_others_wait_for(model)
+    assert said.startswith("fastddp: backward ended on rank 0 without a gradient for 1 of 4 parameters")
+    assert "the store of the process group does not answer" in said
+    assert "find_unused_parameters=True" in said
 
 
 @on_ranks(2)
@@ -151,6 +185,24 @@ def test_the_first_to_ask_answers_for_all_and_who_asks_later_also_finds_what_cam
     write(store, 1, lacking="1")
     write(store, 3)
     assert Asks(store, 2)() == {0: ALL, 1: ([], True), 3: ([], True)}
+
+
+def test_if_the_rank_that_reads_for_all_dies_the_others_read_themselves() -> None:
+    store = dist.HashStore()
+    store.add("model/missing/0/asked", 1)
+    write(store, 1)
+    assert Asks(store, 2)(0.1) == {1: ([], True)}
+
+
+@on_ranks(1)
+def test_an_answer_goes_when_its_rank_asks_again(rank: int) -> None:
+    model = wrapped()
+    store = dist.distributed_c10d._get_process_group_store(model.process_group)
+    for step in range(2):
+        model(X, "acd").backward()
+        assert "produced by no rank" in said_by_forward(model)
+        there = [store.check([f"fastddp/stall/1/missing/{number}"]) for number in range(3)]
+        assert there == [number == step for number in range(3)]
 
 
 @on_ranks(2)

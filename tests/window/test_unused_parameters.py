@@ -7,9 +7,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fastddp import comm_hooks
 from on_ranks import of_ranks, on_ranks
 from outputs import OUTPUTS, loss_in
 from parts import gradients, local_input, step, wrapped
@@ -35,6 +38,45 @@ def test_what_comes_first_and_unexpectedly_counts_once(rank: int, view: bool) ->
             with model.no_sync() if output == "metric" else nullcontext():
                 loss_in(model(local_input(rank), used)).backward()
             assert gradients(model) == [1.5, 1.5 if both_use_b else 0.5, None], output
+
+
+# --------------------------------------------------------------------------------------------------- late gradients
+
+
+def matrices() -> nn.ModuleList:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+    layers.forward = lambda x, used: sum(layers[i](x).square().sum() for i in used)  # type: ignore[method-assign]
+    return layers
+
+
+def inputs(number: int) -> Tensor:
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(number))
+
+
+@pytest.mark.parametrize("hook", ["powerSGD_hook", "batched_powerSGD_hook"])
+@pytest.mark.parametrize("is_late", [False, True])
+@on_ranks(2)
+def test_powersgd_keeps_the_error_of_what_nobody_used_and_compresses_nothing_late(
+    rank: int, is_late: bool, hook: str
+) -> None:
+    model, alone = wrapped(matrices(), **FIND), matrices()
+    state = comm_hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, getattr(comm_hooks, hook))
+    errors = []
+    for used in [(0, 2)] * 4 + [(1, 0, 2)] if is_late else [(0, 1, 2)] * 4 + [(0, 2)]:
+        model.zero_grad()
+        model(inputs(rank), used).backward()
+        errors.append([error.clone() for name, error in state.errors.items() if "1.weight" in name])
+    if is_late:
+        alone(inputs(rank), (1,)).backward()
+        expected = alone[1].weight.grad
+        dist.all_reduce(expected)
+        torch.testing.assert_close(model.module[1].weight.grad, expected / 2, rtol=1e-5, atol=1e-7)
+    else:
+        (before,), (after,) = errors[-2:]
+        assert model.module[1].weight.grad is None
+        assert (after - before).norm() < 1e-6 * before.norm()
 
 
 # ------------------------------------------------------------------------------------------ several losses, outputs
@@ -71,6 +113,7 @@ def test_an_output_may_be_left_unused_or_have_a_backward_of_its_own_79171(
         assert [gradient is not None for gradient in first] == [True] * 4 + [uses_right] * 2
 
 
+# --------------------------------------------
 # ------------------------------------------------------------------------------------------------------ static graphs
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
@@ -142,6 +142,23 @@ def test_gradients_nobody_keeps_have_the_same_memory_in_every_step(rank: int, vi
         model.module.a.grad.detach_()
 
 
+@on_ranks(2)
+def test_a_gradient_that_shares_memory_with_what_user_code_captured_stays_in_it(rank: int) -> None:
+    """The gradient of the weight is a view of it."""
+    module, captured = nn.Linear(3, 2, bias=False), []
+
+    def forward(x: Tensor) -> Tensor:
+        used = module.weight.view(3, 2)
+        used.register_hook(captured.append)
+        return (used * x).sum()
+
+    module.forward = forward  # type: ignore[method-assign]
+    model = DDP(module)
+    model(torch.full((3, 2), rank + 1.0)).backward()
+    assert module.weight.grad.data_ptr() == captured[0].data_ptr()  # as without DDP: autograd made a view of it
+    assert module.weight.grad.flatten().tolist() == [1.5] * 6
+
+
 @VIEWS
 @on_ranks(2)
 def test_parameters_whose_gradients_share_memory_are_each_averaged_once(rank: int, view: bool) -> None:
@@ -155,6 +172,7 @@ def test_parameters_whose_gradients_share_memory_are_each_averaged_once(rank: in
         assert [parameter.grad.flatten().tolist() for parameter in model.parameters()] == [[1.5] * 4] * 2
 
 
+# ----------
 # -------------------------------------------------------------------------------------------- activation checkpoints
 
 
@@ -173,6 +191,7 @@ def test_a_backward_is_refused_that_begins_unseen_inside_a_checkpoint(rank: int,
             loss.backward()
 
 
+# -----------
 # -------------------------------------------------------------------- what ranks tell each other at the end of a window
 
 
@@ -203,3 +222,23 @@ def test_it_is_no_collective_of_its_own_where_a_sum_carries_the_last_bucket(
         before = started()
         model(local_input(rank)).backward()
     assert started() - before == 3 + more  # buckets
+
+
+@on_ranks(2)
+def test_only_the_bucket_that_it_travels_with_waits_for_the_end_of_backward(rank: int) -> None:
+    model = wrapped()
+    counts = []
+    for _ in range(4):
+        x = local_input(rank)
+        before = started()
+        x.register_hook(lambda _, before=before: counts.append(started() - before))
+        model(x * 1).backward()
+    assert counts[2:] == [2, 2]
+
+
+@on_ranks(2)
+def test_it_is_no_gradient(rank: int) -> None:
+    model = wrapped(**VIEW)
+    for _ in range(3):
+        step(model, rank)
+        assert float(model.last_grad_norm()) == pytest.approx(3 * 1.5, rel=1e-6)  # of nine elements
