@@ -94,8 +94,7 @@ class BlockState:
         self._windows: Callable[[], int] | None = None
         self._seen = 0
         self._iter = 0
-        self.was_loaded = False
-        """Whether it has been loaded since an exchange was made of it."""
+        self.was_loaded = False  # whether it has been loaded since an exchange was made of it
         self._model: Shapes = {}  # names and shapes of the model's parameters
         self._complex: set[str] = set()  # names of the complex parameters
         self._spans: Spans = {}  # what this rank exchanges

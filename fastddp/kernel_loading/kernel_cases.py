@@ -22,12 +22,9 @@ from torch import Tensor
 from fastddp import _C
 from fastddp.kernel_loading.trials import Case, Makes, Memory, Sums, Trial
 
-CHUNK = 4096
-"""Elements of one program of pack, of 8 bits and of sums."""
-STEPS = (512, 1024, 2048, CHUNK)
-"""Elements that a program takes at once."""
-ACCESS = 16
-"""Bytes."""
+CHUNK = 4096  # elements of one program of pack, of 8 bits and of sums
+STEPS = (512, 1024, 2048, CHUNK)  # elements that a program takes at once
+ACCESS = 16  # bytes
 
 SMALL = tuple(range(1, 18))
 LARGE = (*(size + more for size in STEPS for more in (-1, 0, 1)), CHUNK + 13, 2 * CHUNK + 3)
@@ -77,8 +74,7 @@ _STRIDED = (
     *((size,) for size in (2, 3, 511, 512, 513, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)),
     *((3, 5), (16, 33), (41, 100), (3, 5, 7), (17, 19, 13), (2, 3, 4, 5), (5, 7, 9, 13), (2, 3, 2, 3, 2)),
     (3, 4, 5, 7, 11),
-)
-"""Shapes of gradients that lie in the opposite order, with gaps, so that no two dims can be taken for one."""
+)  # shapes of gradients that lie in the opposite order, with gaps, so that no two dims can be taken for one
 
 
 class _Bucket:

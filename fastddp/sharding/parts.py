@@ -47,14 +47,10 @@ class Parts:
     ) -> None:
         self._of_model = weakref.ref(model)
         self.make, self._own, self.whole, self._wire, self.waits_in_step = make, own, whole, wire, waits_in_step
-        self.parameters = model.engine.now.parameters
-        """The model's."""
-        self.groups: list[Group] = []
-        """The optimizer's, with the model's parameters."""
-        self.optimizer: Callable[[], object] = lambda: None
-        """The sharded optimizer; None: it is gone."""
-        self.inner: list[Optimizer] = []
-        """By bucket."""
+        self.parameters = model.engine.now.parameters  # the model's
+        self.groups: list[Group] = []  # the optimizer's, with the model's parameters
+        self.optimizer: Callable[[], object] = lambda: None  # the sharded optimizer; None: it is gone
+        self.inner: list[Optimizer] = []  # by bucket
         self._shards: Shards | None = None
 
     @property

@@ -31,8 +31,7 @@ _Result = tuple[dict[int, tuple[Tensor, dict[str, Any]]], list[dict[str, Any]]]
 class Way(NamedTuple):
     """How an optimizer can be sharded, and what was seen of it."""
 
-    shard: str
-    """As the argument, or "unknown"."""
+    shard: str  # as the argument, or "unknown"
     seen: str = ""
 
 
@@ -79,8 +78,7 @@ class _Trial:
         sizes = [most if id(like) in largest else _SMALL for _, like in examples]
         self._parameters = [
             (number, *self._drawn(like, size)) for (number, like), size in [*zip(examples, sizes, strict=True)] * 2
-        ]
-        """The group of each, its values, and its gradients."""
+        ]  # the group of each, its values, and its gradients
         self._every = range(len(self._parameters))
         self._whole: _Result = {}, []
 

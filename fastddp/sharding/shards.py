@@ -26,19 +26,14 @@ _16_BITS = (torch.float16, torch.bfloat16)
 class Span(NamedTuple):
     """This rank's part of a parameter."""
 
-    parameter: int
-    """Its number in the model."""
+    parameter: int  # its number in the model
     begin: int
-    end: int
-    """Elements in the order of the parameter's memory."""
+    end: int  # elements in the order of the parameter's memory
     holder: Tensor
     """What the optimizer steps: a tensor of the parameter's shape if the part is all of it, else of one dimension."""
-    place: int
-    """Where it begins in the bucket's flat memory, in numbers."""
-    like: Tensor
-    """A tensor without memory, with the holder's shape and strides."""
-    bucket: int
-    """Its number."""
+    place: int  # where it begins in the bucket's flat memory, in numbers
+    like: Tensor  # a tensor without memory, with the holder's shape and strides
+    bucket: int  # its number
 
     def __repr__(self) -> str:
         # Without ``like``, whose memory cannot be printed.
@@ -49,17 +44,13 @@ class Span(NamedTuple):
 class OneBucket:
     """One bucket's parameters."""
 
-    flat: Tensor
-    """All parameters of the bucket, laid out like its gradients' wire, with zeros between them."""
-    run: tuple[int, int]
-    """This rank's part of ``flat``."""
+    flat: Tensor  # all parameters of the bucket, laid out like its gradients' wire, with zeros between them
+    run: tuple[int, int]  # this rank's part of ``flat``
     main: Tensor | None
     """The run in fp32, where ``flat`` has fewer bits or travels in fewer; None: the optimizer steps ``flat`` itself."""
-    wire: torch.dtype | None
-    """In which parameters travel; None: as they are."""
+    wire: torch.dtype | None  # in which parameters travel; None: as they are
     spans: list[Span]
-    travels: Tensor | None = None
-    """What is being gathered, if it is not ``flat``."""
+    travels: Tensor | None = None  # what is being gathered, if it is not ``flat``
 
 
 class Shards:

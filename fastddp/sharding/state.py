@@ -23,12 +23,10 @@ State = Mapping[str, Any]
 class Whole:
     """One parameter's state, of all ranks."""
 
-    place: int
-    """Where the parameter begins in :attr:`elements`, in numbers."""
+    place: int  # where the parameter begins in :attr:`elements`, in numbers
     elements: dict[str, Tensor] = field(default_factory=dict)
     """What has a value for each element of the parameter: by key, in the flat memory of a bucket."""
-    values: dict[str, Any] = field(default_factory=dict)
-    """Everything else, as the number of steps."""
+    values: dict[str, Any] = field(default_factory=dict)  # everything else, as the number of steps
 
     def of_parameter(self, parameter: Tensor) -> dict[str, Any]:
         """The state in the parameter's shape: views of :attr:`elements`."""

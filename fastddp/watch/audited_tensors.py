@@ -24,8 +24,7 @@ LookUp = Callable[[], object]
 class Part:
     """The slices of tensors to compare in one step, about as many bytes as in any other."""
 
-    names: list[str]
-    """The name of each slice's tensor."""
+    names: list[str]  # the name of each slice's tensor
     slices: list[tuple[LookUp, int, int]]
     """Elements [begin, end) of a tensor, which is looked up in each step: it may be replaced."""
 
@@ -44,10 +43,8 @@ class Round:
     """Parts that together have every tensor once."""
 
     parts: list[Part]
-    count: int
-    """:meth:`AuditedTensors.count` at that time."""
-    description: int
-    """A 63-bit digest of names, dtypes, shapes and slices: equal on ranks that compare the same."""
+    count: int  # :meth:`AuditedTensors.count` at that time
+    description: int  # a 63-bit digest of names, dtypes, shapes and slices: equal on ranks that compare the same
 
 
 class AuditedTensors:

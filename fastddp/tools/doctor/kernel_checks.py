@@ -13,8 +13,7 @@ from fastddp.kernel_loading.trials import Trial
 from fastddp.tools.doctor.findings import KernelCheck, in_a_line
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
-PAIRS = (*itertools.product(_NARROW, _NARROW), (torch.float64, torch.float64))
-"""Dtypes of gradients and wire."""
+PAIRS = (*itertools.product(_NARROW, _NARROW), (torch.float64, torch.float64))  # dtypes of gradients and wire
 
 _RANK = 4
 _NUMBERS = ("int8", "e4m3")  # the defaults of the hooks of 8 bits

@@ -29,8 +29,7 @@ _LONG_IN_STEPS = 5
 class Collectives:
     """Collectives of one process group, by c10d's numbers."""
 
-    lane: int
-    """From 0, which is the model's own group."""
+    lane: int  # from 0, which is the model's own group
     first: int
     last: int
 
@@ -43,40 +42,26 @@ class LiveRank:
     ranks: int
     rank: int
     pid: int
-    wrapper: int
-    """The number of the wrapper in its process, from 0."""
-    process: Life
-    """Unknown: it is in another container, whose process numbers differ from ours."""
-    step: int
-    """The number, from 1, of the open window, or else of the one that ended last; 0: there was none."""
+    wrapper: int  # the number of the wrapper in its process, from 0
+    process: Life  # unknown: it is in another container, whose process numbers differ from ours
+    step: int  # the number, from 1, of the open window, or else of the one that ended last; 0: there was none
     window: State
     doing: Doing
-    seconds: float
-    """For how long it has been doing this."""
-    bucket: int | None
-    """The one that ``doing`` is about; in backward the first one that lacks gradients."""
-    collectives: tuple[Collectives, ...]
-    """Those started for ``bucket``, if the rank waits for it."""
+    seconds: float  # for how long it has been doing this
+    bucket: int | None  # the one that ``doing`` is about; in backward the first one that lacks gradients
+    collectives: tuple[Collectives, ...]  # those started for ``bucket``, if the rank waits for it
     buckets: int
     missing: tuple[str, ...]
     """Gradients of ``bucket`` that have not come; after a backward that left some out, the model's."""
     all_came: bool
-    runs_user_code: bool
-    """Its buckets travel by a communication hook in Python."""
-    last_parameter: str | None
-    """The one whose gradient came last."""
-    last_bucket: int | None
-    """The bucket of ``last_parameter``."""
-    step_seconds: tuple[float, ...]
-    """Of the last steps."""
-    path: str
-    """Of its page."""
-    job: int
-    """The same for all ranks that train one model together; 0: not said."""
-    script: str
-    """That the process runs; empty: not said."""
-    started: float | None
-    """When the process was, in seconds since 1970; None: not known."""
+    runs_user_code: bool  # its buckets travel by a communication hook in Python
+    last_parameter: str | None  # the one whose gradient came last
+    last_bucket: int | None  # the bucket of ``last_parameter``
+    step_seconds: tuple[float, ...]  # of the last steps
+    path: str  # of its page
+    job: int  # the same for all ranks that train one model together; 0: not said
+    script: str  # that the process runs; empty: not said
+    started: float | None  # when the process was, in seconds since 1970; None: not known
 
     @property
     def steps_per_second(self) -> float | None:
@@ -99,8 +84,7 @@ class LiveRank:
 class Unreadable:
     """A page that cannot be read: another version's, one being made, or a remainder."""
 
-    pid: int | None
-    """By the page's name."""
+    pid: int | None  # by the page's name
     process: Life
     problem: str
     path: str
