@@ -131,8 +131,7 @@ class BlockState:
     def belong_to(self, of_model: OfModel) -> None:
         """Use the state for the parameters of this model, and count its synchronisations.
 
-        Raises:
-            ValueError: the state belongs to another model.
+        ValueError: the state belongs to another model.
         """
         names, parameters, windows = of_model.setting().names, of_model.setting().parameters, of_model.windows
         model = {name: tuple(parameter.shape) for name, parameter in zip(names, parameters, strict=True)}
@@ -335,11 +334,7 @@ class Block8Schedule:
         self._calls = 0
 
     def __call__(self, window: int) -> Exchange:
-        """Return the exchange of window number ``window``.
-
-        Raises:
-            RuntimeError: ranks have different settings.
-        """
+        """Return the exchange of window number ``window``; RuntimeError: ranks have different settings."""
         # The first call registers the hook, which is no collective.
         self._calls += 1
         if self._calls == 2:

@@ -206,11 +206,7 @@ class PowerSGDState:
     # ------------------------------------------------------------------------------------------------- the memory
 
     def belong_to(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Use the state for these parameters.
-
-        Raises:
-            ValueError: the state belongs to another model, or to other dtypes.
-        """
+        """Use the state for these parameters; ValueError: the state belongs to another model, or to other dtypes."""
         model = {name: tuple(parameter.shape) for name, parameter in zip(names, parameters, strict=True)}
         check_model(self, self._model, model)
         dtypes = {name: parameter.dtype for name, parameter in zip(names, parameters, strict=True)}
@@ -364,11 +360,7 @@ class PowerSGD(Pipelined):
     remembers: ClassVar[bool] = True
 
     def check(self, setting: Setting) -> None:
-        """Raise unless the model's gradients can be compressed in this way.
-
-        Raises:
-            ValueError: a gradient is complex, and the hook is the batched one.
-        """
+        """Raise ValueError if a gradient is complex, and the hook is the batched one."""
         for name, parameter in zip(setting.names, setting.parameters, strict=True):
             if self.batched and parameter.is_complex():
                 raise ValueError(

@@ -279,9 +279,8 @@ def sum_shards(dtype: torch.dtype) -> Trial:
         Case("into a row", lambda memory: make(memory, (*rows[:5], *SMALL), [(0, 0)], in_place=True), call),
         Case("special numbers", make_special, call),
     )
-    return Trial(
-        f"sums of {short(dtype)}", lambda device, trial: _Sums(dtype, device, trial), _sums_of_operators, cases
-    )
+    operators = SimpleNamespace(sum_shards=_C.sum_shards_with_operators)
+    return Trial(f"sums of {short(dtype)}", lambda *where: _Sums(dtype, *where), lambda: operators, cases)
 
 
 class _Sums:
@@ -300,10 +299,6 @@ class _Sums:
         if self._device.type != "cpu":
             used = (_C.Trust.proven, _C.Trust.untried) if self._trial else (_C.Trust.proven,)
             self.launches += _C.trust_in_kernel(self._device, self._name) in used
-
-
-def _sums_of_operators() -> Any:
-    return SimpleNamespace(sum_shards=_C.sum_shards_with_operators)
 
 
 def _of_pack(what: str, cases: Iterable[Case]) -> Trial:

@@ -28,10 +28,7 @@ LEAST_CAPABILITY = 80
 def load_kernels(
     wanted: Iterable[tuple[torch.device, torch.dtype, torch.dtype]], measuring_gradients: bool = False
 ) -> None:
-    """Load pack, unpack and measure for each device, dtype of gradients and dtype of the wire.
-
-    With ``measuring_gradients`` also load the kernels that measure a rank's own gradients, while packing or alone.
-    """
+    """Load pack, unpack and measure by device, gradients' and wire's dtype; also those that measure own gradients."""
     for device, gradient, wire in sorted(wanted, key=str):
         if (capability := capability_of(device)) is None:
             continue
@@ -72,11 +69,7 @@ def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], ra
 def load_block8_kernels(
     wanted: Iterable[tuple[torch.device, torch.dtype]], number: str, block: int, stochastic: bool
 ) -> None:
-    """Load block8's kernels for each device and dtype of gradients, for one format ("int8", "e4m3", "e5m2").
-
-    Raises:
-        ValueError: the kernels do not have this format.
-    """
+    """Load block8's kernels for one format ("int8", "e4m3", "e5m2"); ValueError: they do not have it."""
     for device, gradient in sorted(wanted, key=str):
         if (capability := capability_of(device)) is None:
             continue
@@ -93,11 +86,7 @@ def load_block8_kernels(
 
 
 def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> None:
-    """Load the kernel that adds up shards of this dtype, for each device.
-
-    Raises:
-        ValueError: the kernel does not add up this dtype.
-    """
+    """Load the kernel that adds up shards of this dtype; ValueError: it does not take the dtype."""
     for device in sorted(devices, key=str):
         if (capability := capability_of(device)) is not None:
             from fastddp.kernel_loading import kernel_cases

@@ -33,14 +33,7 @@ class Memory:
     def take(
         self, shape: Sequence[int], dtype: torch.dtype, shift: int = 0, strides: Sequence[int] | None = None
     ) -> Tensor:
-        """A tensor of poison.
-
-        Args:
-            shape: of the tensor.
-            dtype: of the tensor.
-            shift: how many elements after a multiple of 64 bytes it begins.
-            strides: of the tensor; None: it is contiguous.
-        """
+        """A tensor of poison that begins ``shift`` elements after a multiple of 64 bytes; no strides: contiguous."""
         if strides is None:
             strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -34,10 +34,12 @@ class ShardedState(Tensor):
     ``torch.distributed.checkpoint`` saves and loads the part as rectangles of the whole. Any other use raises.
     """
 
-    part: Tensor  # of the whole's shape if it is all of it, else of one dimension
+    part: Tensor
+    """Of the whole's shape if it is all of it, else of one dimension."""
     begin: int
     end: int
-    order: tuple[int, ...]  # dimensions in the order of memory, the one whose neighbours are farthest apart first
+    order: tuple[int, ...]
+    """Dimensions in the order of memory, the one whose neighbours are farthest apart first."""
 
     @staticmethod
     def of(part: Tensor, parameter: Tensor, begin: int, end: int) -> ShardedState:

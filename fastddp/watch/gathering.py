@@ -27,10 +27,7 @@ class Gathering:
         return self._work.is_completed()
 
     def has_arrived(self, stream: torch.Stream | None) -> bool:
-        """Whether the host can read the rows now. Without ``stream``, wait for the collective.
-
-        With one, the first call starts the copy to the host, and only a later call returns True.
-        """
+        """Whether the host can read the rows; no ``stream``: it waits; else the first call starts a copy."""
         if stream is None:
             finish(self._work, self._group)
             return True

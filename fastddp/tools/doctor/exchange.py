@@ -38,14 +38,6 @@ class Exchange:
     seconds: float  # the slowest rank's median
     bus_gb_per_s: float  # 10⁹ bytes a second; an allreduce moves 2 (n - 1) / n of its bytes over the bus
 
-    def line(self) -> str:
-        """What to show."""
-        return (
-            f"Allreduce of {self.mib} MiB over {self.backend}, {self.ranks} ranks, "
-            f"interface {self.interface or f'chosen by {self.backend}'}: {1e3 * self.seconds:.3g} ms, "
-            f"{self.bus_gb_per_s:.3g} GB/s of bus bandwidth (the slowest rank's median)."
-        )
-
 
 def measure(
     backend: str,
@@ -62,8 +54,10 @@ def measure(
     words, the same on all ranks.
     """
     tell(1, f"joining the process group ({backend})")
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(device)
+    wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds)
     )
@@ -76,17 +70,12 @@ def measure(
     for number in range(2, 2 + TIMES):
         tell(number + 1, f"allreduce {number}")
         dist.all_reduce(torch.zeros(1, device=device))
-        _wait_for(device)
+        wait()
         begin = time.perf_counter()
         dist.all_reduce(buffer)
-        _wait_for(device)
+        wait()
         samples.append(time.perf_counter() - begin)
     return Timing(statistics.median(samples), is_right)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def put_together(backend: str, by_rank: Mapping[int, Timing]) -> Exchange:

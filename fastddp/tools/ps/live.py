@@ -43,7 +43,7 @@ class LiveRank:
     rank: int
     pid: int
     wrapper: int  # the number of the wrapper in its process, from 0
-    process: Life  # unknown: it is in another container, whose process numbers differ from ours
+    process: Life  # "unknown": it is in another container, whose process numbers differ from ours
     step: int  # the number, from 1, of the open window, or else of the one that ended last; 0: there was none
     window: State
     doing: Doing
@@ -70,10 +70,7 @@ class LiveRank:
 
     @property
     def concern(self) -> Concern | None:
-        """Why a person should look at it first; None: no reason.
-
-        "long" is relative to the times of steps. Before any step has one, nothing is long.
-        """
+        """Why a person should look at it first; None: no reason. Before any step has a time, nothing is "long"."""
         if self.process in ("gone", "stopped"):
             return self.process
         longest = max(self.step_seconds, default=float("inf"))
@@ -99,18 +96,14 @@ class Node:
 
 
 def live_rank(snapshot: Snapshot, path: str) -> LiveRank:
-    """The rank in ``snapshot``, which was read from ``path``.
-
-    Raises:
-        RuntimeError: it makes no sense.
-        UnicodeDecodeError: its names are no text.
-    """
+    """The rank that a page says; RuntimeError: it makes no sense; UnicodeDecodeError: its names are no text."""
     names, state, doing = snapshot.names, snapshot.state, snapshot.doing
     # A window is idle while its first forward runs, and also before any has begun.
     is_open = state in ("accumulating", "armed", "reducing", "partial") or (
         state == "idle" and doing in ("forward", "gather", "after_forward")
     )
     bucket, missing = _about(snapshot)
+    awaited = snapshot.buckets[bucket : bucket + 1] if snapshot.doing == "finish" and bucket is not None else []
     last = snapshot.last_parameter
     return LiveRank(
         host=snapshot.host,
@@ -124,7 +117,7 @@ def live_rank(snapshot: Snapshot, path: str) -> LiveRank:
         doing=doing,
         seconds=snapshot.seconds,
         bucket=bucket,
-        collectives=_collectives(snapshot, bucket),
+        collectives=tuple(Collectives(of.lane, of.first, of.last) for one in awaited for of in one.collectives),
         buckets=len(snapshot.buckets),
         missing=tuple(names[i] for i in missing),
         all_came=all(snapshot.came),
@@ -147,12 +140,6 @@ def _started(ticks: int) -> float | None:
         return None
     booted = next((int(line.split()[1]) for line in lines if line.startswith("btime ")), None)
     return None if booted is None else booted + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _collectives(snapshot: Snapshot, bucket: int | None) -> tuple[Collectives, ...]:
-    if snapshot.doing != "finish" or bucket is None or bucket >= len(snapshot.buckets):
-        return ()
-    return tuple(Collectives(of.lane, of.first, of.last) for of in snapshot.buckets[bucket].collectives)
 
 
 def _about(snapshot: Snapshot) -> tuple[int | None, list[int]]:
@@ -194,21 +181,15 @@ def in_jobs(ranks: Iterable[LiveRank]) -> list[list[LiveRank]]:
     """
     jobs: list[list[LiveRank]] = []
     for rank in ranks:
-        together = [job for job in jobs if any(_train_together(rank, other) for other in job)]
+        together = [
+            job
+            for job in jobs
+            if any((rank.job == of.job != 0) or (rank.pid, rank.started) == (of.pid, of.started) for of in job)
+        ]
         jobs = [job for job in jobs if job not in together]
         jobs.append([*(other for job in together for other in job), rank])
     ordered = [sorted(job, key=lambda of: (of.rank, of.pid, of.wrapper)) for job in jobs]
     return sorted(ordered, key=lambda job: (min(of.started or 0 for of in job), job[0].pid))
-
-
-def _train_together(one: LiveRank, other: LiveRank) -> bool:
-    return (one.job == other.job and one.job != 0) or (one.pid, one.started) == (other.pid, other.started)
-
-
-def without_page(pids: Iterable[int], node: Node) -> list[int]:
-    """The ``pids`` of which ``node`` has no page."""
-    found = {of.pid for of in node.ranks} | {of.pid for of in node.unreadable}
-    return [pid for pid in dict.fromkeys(pids) if pid not in found]
 
 
 def remove_gone(node: Node) -> list[str]:

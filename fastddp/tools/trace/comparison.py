@@ -49,11 +49,7 @@ class Comparison:
 
 
 def compare(reports: Sequence[Report]) -> Comparison:
-    """Compare each run with the first one.
-
-    Raises:
-        ValueError: there are fewer than two.
-    """
+    """Compare each run with the first one; ValueError: there are fewer than two."""
     if len(reports) < 2:
         raise ValueError(f"a comparison needs two runs, and there is {plural(len(reports), 'run')}")
     first, *others = reports
