@@ -129,10 +129,7 @@ class BlockState:
     # -------------------------------------------------------------------------------------------------- whose it is
 
     def belong_to(self, of_model: OfModel) -> None:
-        """Use the state for the parameters of this model, and count its synchronisations.
-
-        ValueError: the state belongs to another model.
-        """
+        """Use the state for this model, and count its synchronisations; ValueError: it belongs to another one."""
         names, parameters, windows = of_model.setting().names, of_model.setting().parameters, of_model.windows
         model = {name: tuple(parameter.shape) for name, parameter in zip(names, parameters, strict=True)}
         check_model(self, self._model, model)

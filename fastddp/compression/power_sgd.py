@@ -99,8 +99,7 @@ class PowerSGDState:
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self._iter = 0
-        self.was_changed = False
-        """Whether ``iter`` was set, or a state loaded, since ranks compared their states."""
+        self.was_changed = False  # whether ``iter`` was set, or a state loaded, since ranks compared their states
         self._windows: Callable[[], int] | None = None
         self._elements: Callable[[], tuple[int, int]] | None = None
         self._allocate: Callable[[], object] | None = None

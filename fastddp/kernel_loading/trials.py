@@ -100,12 +100,9 @@ class Trial:
     def run(
         self, device: torch.device, trial: bool = False, reference: torch.device | None = None
     ) -> Iterator[Outcome]:
-        """Make the calls, one after another. The host waits for the device.
+        """Make the calls, one after another; the host waits. ``reference``: where operators run; None: on ``device``.
 
-        Args:
-            device: where the kernels run.
-            trial: whether kernels are used that nobody has tried. Then none of their calls may be left to operators.
-            reference: where torch's operators run; None: on the same device.
+        ``trial``: the kernels are those that nobody has tried, and none of their calls may be left to operators.
         """
         return self.compare(self.expected(device, reference), device, trial)
 

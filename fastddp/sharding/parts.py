@@ -26,13 +26,8 @@ Group = dict[str, Any]
 class Parts:
     """Flat parameters, this rank's part of them, and an optimizer for the part of each bucket.
 
-    Args:
-        model: has this object, and goes at once when nobody else has it.
-        make: an optimizer of parameter groups.
-        own: by number of the group, the class that steps it in place of what ``make`` makes.
-        whole: each rank has whole parameters.
-        wire: fp32 parameters travel in this dtype; None: as they are.
-        waits_in_step: parameters are here when a step ends.
+    ``model`` has this object. ``own``: by number of the group, what makes its optimizer in place of ``make``. The
+    others are those of :class:`fastddp.sharding.shards.Shards`.
     """
 
     def __init__(

@@ -56,11 +56,8 @@ class OneBucket:
 class Shards:
     """The flat memory of a model's parameters for one plan. Parameters are views of it from now on.
 
-    Args:
-        now: what is in force; its setting has the plan.
-        whole: each rank has whole parameters, not an equal part of each bucket.
-        wire: fp32 parameters travel in this dtype; None: as they are.
-        waits_in_step: all ranks wait for parameters in ``step()``, and no rank later than others.
+    ``whole``: each rank has whole parameters, not an equal part of each bucket. ``wire``: fp32 parameters travel in
+    this dtype; None: as they are. ``waits_in_step``: all ranks wait for parameters in ``step()``, and none later.
     """
 
     def __init__(self, now: InForce, *, whole: bool, wire: torch.dtype | None, waits_in_step: bool) -> None:

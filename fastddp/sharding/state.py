@@ -40,10 +40,7 @@ class Whole:
 
 
 def gathered(shards: Shards, of_span: Callable[[Span], State]) -> Iterator[tuple[int, Whole]]:
-    """The state of each parameter that has one, bucket by bucket. A collective.
-
-    ``of_span``: this rank's part, by name. A tensor of the holder's shape has a value for each element.
-    """
+    """The state of each parameter that has one, bucket by bucket, from each rank's part by name. A collective."""
     own = [{span.parameter: _described(span, of_span(span)) for span in bucket.spans} for bucket in shards.buckets]
     of_ranks = _of_all_ranks(own, shards)
     for number, bucket in enumerate(shards.plan):

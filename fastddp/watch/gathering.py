@@ -11,10 +11,7 @@ from fastddp.ranks.together import finish
 
 
 class Gathering:
-    """The rows of all ranks of ``group``, on their way. All ranks make these in the same order.
-
-    ``row``: [columns], of any dtype, on the device of the group's collectives; as long on every rank.
-    """
+    """Rows of all ranks of ``group``, on their way, made everywhere in one order; ``row``: [columns], all as long."""
 
     def __init__(self, row: Tensor, group: dist.ProcessGroup) -> None:
         self._rows = self._on_host = torch.empty(group.size(), len(row), dtype=row.dtype, device=row.device)

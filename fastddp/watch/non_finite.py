@@ -285,10 +285,7 @@ def _largest(now: InForce, said: list[list[float]]) -> tuple[int, str, float]:
 
 
 def _synchronised(now: InForce, all_are_here: bool) -> list[tuple[int, int, int]]:
-    """Place, parameter and count of each synchronised gradient that is not finite.
-
-    Where gradients are sharded, ranks add up what their parts have, if ``all_are_here``.
-    """
+    """Place, parameter and count of synchronised gradients that are not finite; sharded: on all ranks, if here."""
     places = _places(now)
     counts = now.reducer.synchronised_not_finite()
     if counts is None:

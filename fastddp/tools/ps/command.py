@@ -54,7 +54,7 @@ def ps(
     chosen = pids or []
     _pages.remove_left_pages()  # of processes that are gone, an hour after somebody has found them there
     node = live.look(chosen)
-    found = {of.pid for of in (*node.ranks, *node.unreadable)}
+    found = {of.pid for of in node.ranks} | {of.pid for of in node.unreadable}
     if strangers := [pid for pid in dict.fromkeys(chosen) if pid not in found]:
         remedy = "Name ranks' own processes, not torchrun's, or none: then all are shown."
         raise _refuse(" ".join([*map(_why_no_page, strangers), remedy]))

@@ -159,10 +159,7 @@ def bucket_times(recording: Recording, steps: Steps, clock: DeviceClock, runs: R
 
 
 def _complete(ready: Floats, half: Floats, first_launch: Floats, clock: DeviceClock) -> None:
-    """Fill in times without names: a wrapper launches a bucket's collective when its last gradient has come.
-
-    The gradients are assumed to come evenly since the previous bucket was ready.
-    """
+    """Fill in times that no name tells: a bucket leaves with its last gradient, and its gradients come evenly."""
     for place in np.argwhere(np.isnan(ready) & np.isfinite(first_launch)):
         ready[tuple(place)] = clock.done(float(first_launch[tuple(place)]))
     for step, bucket in np.argwhere(np.isnan(half) & np.isfinite(ready)):

@@ -35,9 +35,8 @@ def read(path: Path, progress: Progress = lambda count: None, step_range: str | 
         try:
             document = ChromeDocument(_bytes_of(path, file, progress))
         except (Damaged, NoTrace) as error:
-            what = (
-                f"no JSON that can be read ({error})" if isinstance(error, Damaged) else f"JSON, but no trace: {error}"
-            )
+            is_json = isinstance(error, NoTrace)
+            what = f"JSON, but no trace: {error}" if is_json else f"no JSON that can be read ({error})"
             raise TraceError(f"{path} is {what}. {_EXPECTED}") from None
         reader = _Reader(step_range)
         damage = reader.read(document)
