@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from fastddp.kernel_loading.trials import Trial
     from fastddp.kernels.ahead_of_time import CompiledKernel
 
-# The least capability for which the kernels are compiled and tested; older GPUs get torch's operators.
-LEAST_CAPABILITY = 80
+LEAST_CAPABILITY = 80  # for which the kernels are compiled and tested; older GPUs get torch's operators
 
 
 def load_kernels(

@@ -78,7 +78,10 @@ class Shards:
         self._reducer, self._module = now.reducer, now.module
         self.notices: dict[int, ShardedGradient] = {}
         self.buckets = [self._lay_out(number, bucket, wire) for number, bucket in enumerate(self.plan)]
-        self._make_notices(now)
+        holders = {span.parameter: span.holder for span in self.spans()}
+        for index in chain.from_iterable(self.plan):
+            zero, dtype = zeroing(holders.get(index)), setting.parameters[index].dtype
+            self.notices[index] = ShardedGradient.of(self._parameters[index], dtype, self._names[index], zero)
         weakref.finalize(self, _forget, self._parameters, self.notices).atexit = False
         self._memory = [parameter.data_ptr() for parameter in self._parameters]
         lanes = setting.lanes_over(group, with_reads=waits_in_step)
@@ -118,12 +121,6 @@ class Shards:
             view = _C.view_of(memory, like, at)
             holder = nn.Parameter(view.detach())
             yield Span(index, begin, end, holder, run + offset, without_memory(holder, holder.dtype), number)
-
-    def _make_notices(self, now: InForce) -> None:
-        holders = {span.parameter: span.holder for span in self.spans()}
-        for index in chain.from_iterable(self.plan):
-            zero, dtype = zeroing(holders.get(index)), now.setting.parameters[index].dtype
-            self.notices[index] = ShardedGradient.of(self._parameters[index], dtype, self._names[index], zero)
 
     def install(self) -> None:
         """Let the reducer write gradients to the spans' holders, from the next window on."""

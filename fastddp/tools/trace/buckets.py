@@ -76,7 +76,11 @@ def runs_of(recording: Recording, steps: Steps) -> Runs:
     launchers = [names[place] for place in activities.range[chosen]]
     operations = [recording.collectives[about].operation for about in activities.about[chosen]]
     if wrapper_of(recording) == "torch DDP":
-        bucket = _count_in_steps(step, np.array([one == ALL_REDUCE for one in operations], dtype=bool))
+        counts = np.array([one == ALL_REDUCE for one in operations], dtype=bool)
+        bucket = np.full(len(step), NONE)
+        for number in np.unique(step[step != NONE]):
+            own = np.flatnonzero((step == number) & counts)
+            bucket[own] = np.arange(len(own))
     else:
         bucket = np.array([_bucket(name) for name in launchers], dtype=np.int64)
         bucket[bucket >= _number_of_buckets(recording)] = NONE  # PowerSGD's last tick, after all buckets
@@ -127,14 +131,6 @@ def _readies(recording: Recording, steps: Steps) -> dict[tuple[int, int], list[t
         if name is not None and name.bucket is not None and step is not None:
             found[step, name.bucket].append((range_.start, name))
     return found
-
-
-def _count_in_steps(step: Integers, counts: NDArray[np.bool_]) -> Integers:
-    bucket = np.full(len(step), NONE)
-    for number in np.unique(step[step != NONE]):
-        own = np.flatnonzero((step == number) & counts)
-        bucket[own] = np.arange(len(own))
-    return bucket
 
 
 def bucket_times(recording: Recording, steps: Steps, clock: DeviceClock, runs: Runs, compute: Floats) -> BucketTimes:
