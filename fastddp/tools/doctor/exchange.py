@@ -54,10 +54,8 @@ def measure(
     words, the same on all ranks.
     """
     tell(1, f"joining the process group ({backend})")
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds)
     )
@@ -70,12 +68,17 @@ def measure(
     for number in range(2, 2 + TIMES):
         tell(number + 1, f"allreduce {number}")
         dist.all_reduce(torch.zeros(1, device=device))
-        wait()
+        _wait_for(device)
         begin = time.perf_counter()
         dist.all_reduce(buffer)
-        wait()
+        _wait_for(device)
         samples.append(time.perf_counter() - begin)
     return Timing(statistics.median(samples), is_right)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def put_together(backend: str, by_rank: Mapping[int, Timing]) -> Exchange:

@@ -231,12 +231,17 @@ class Builder:
         lane, name = np.array(self._lane, dtype=np.int64), np.array(self._name, dtype=np.int64)
         start, end = np.array(self._start), np.array(self._end)
         launched, range_ = self._launches(np.array(self._correlation, dtype=np.int64))
-        for what in ("pack", "unpack"):  # kernels launched in these get that kind
-            those = [i for i, one in enumerate(self._ranges) if one.name and one.name.what == what]
-            kind[(kind == KINDS.index("compute")) & np.isin(range_, those)] = KINDS.index(what)
+        self._label(kind, range_)
         facts = np.full((3, len(kind)), NONE)
         facts[:, list(self._facts)] = np.array(list(self._facts.values()), dtype=np.int64).reshape(-1, 3).T
         return Activities(kind, lane, start, end, name, launched, range_, *facts)
+
+    def _label(self, kind: NDArray[np.int8], ranges: Integers) -> None:
+        """Kernels launched in pack and unpack get that kind."""
+        compute = kind == KINDS.index("compute")
+        for what in ("pack", "unpack"):
+            those = [i for i, range_ in enumerate(self._ranges) if range_.name and range_.name.what == what]
+            kind[compute & np.isin(ranges, those)] = KINDS.index(what)
 
     def _launches(self, correlations: Integers) -> tuple[Floats, Integers]:
         """When each activity was launched, and in which range."""
