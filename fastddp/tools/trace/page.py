@@ -23,7 +23,7 @@ from fastddp.tools.trace.comparison import compare
 from fastddp.tools.trace.figures import split_figure, timeline_figure
 from fastddp.tools.trace.grids import bucket_grid, collective_grid, rank_grid
 from fastddp.tools.trace.report import Report, What
-from fastddp.tools.trace.thinning import Thinned, thin
+from fastddp.tools.trace.thinning import thin
 from fastddp.tools.trace.wording import DEFINITIONS, headline, ms, printable, setting, shown_parts, unbroken
 
 MOST_BARS = 4_000  # of a timeline; with more, zooming is slow
@@ -98,15 +98,11 @@ def _figures(reports: Sequence[Report]) -> tuple[dict[str, dict[str, Any]], list
         for timeline in report.timelines:
             thinned = thin(timeline, most)
             name = f"timeline-{number}-{len(names[number])}"
-            figures[name] = {"figure": timeline_figure(thinned.timeline, buckets, length), "caption": _caption(thinned)}
+            text = f"Step {timeline.step} of rank {timeline.rank}, {ms(timeline.length)}."
+            caption = f"{text} {thinned.note}" if thinned.note else text
+            figures[name] = {"figure": timeline_figure(thinned.timeline, buckets, length), "caption": caption}
             names[number].append((name, timeline.rank))
     return figures, names
-
-
-def _caption(thinned: Thinned) -> str:
-    timeline = thinned.timeline
-    text = f"Step {timeline.step} of rank {timeline.rank}, {ms(timeline.length)}."
-    return f"{text} {thinned.note}" if thinned.note else text
 
 
 def _clean(value: object) -> object:
