@@ -94,8 +94,7 @@ class BlockState:
         self._windows: Callable[[], int] | None = None
         self._seen = 0
         self._iter = 0
-        self.was_loaded = False
-        """Whether it has been loaded since an exchange was made of it."""
+        self.was_loaded = False  # whether it has been loaded since an exchange was made of it
         self._model: Shapes = {}  # names and shapes of the model's parameters
         self._complex: set[str] = set()  # names of the complex parameters
         self._spans: Spans = {}  # what this rank exchanges
@@ -130,11 +129,7 @@ class BlockState:
     # -------------------------------------------------------------------------------------------------- whose it is
 
     def belong_to(self, of_model: OfModel) -> None:
-        """Use the state for the parameters of this model, and count its synchronisations.
-
-        Raises:
-            ValueError: the state belongs to another model.
-        """
+        """Use the state for this model, and count its synchronisations; ValueError: it belongs to another one."""
         names, parameters, windows = of_model.setting().names, of_model.setting().parameters, of_model.windows
         model = {name: tuple(parameter.shape) for name, parameter in zip(names, parameters, strict=True)}
         check_model(self, self._model, model)
@@ -336,11 +331,7 @@ class Block8Schedule:
         self._calls = 0
 
     def __call__(self, window: int) -> Exchange:
-        """Return the exchange of window number ``window``.
-
-        Raises:
-            RuntimeError: ranks have different settings.
-        """
+        """Return the exchange of window number ``window``; RuntimeError: ranks have different settings."""
         # The first call registers the hook, which is no collective.
         self._calls += 1
         if self._calls == 2:

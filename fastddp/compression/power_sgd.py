@@ -99,8 +99,7 @@ class PowerSGDState:
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self._iter = 0
-        self.was_changed = False
-        """Whether ``iter`` was set, or a state loaded, since ranks compared their states."""
+        self.was_changed = False  # whether ``iter`` was set, or a state loaded, since ranks compared their states
         self._windows: Callable[[], int] | None = None
         self._elements: Callable[[], tuple[int, int]] | None = None
         self._allocate: Callable[[], object] | None = None
@@ -206,11 +205,7 @@ class PowerSGDState:
     # ------------------------------------------------------------------------------------------------- the memory
 
     def belong_to(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Use the state for these parameters.
-
-        Raises:
-            ValueError: the state belongs to another model, or to other dtypes.
-        """
+        """Use the state for these parameters; ValueError: the state belongs to another model, or to other dtypes."""
         model = {name: tuple(parameter.shape) for name, parameter in zip(names, parameters, strict=True)}
         check_model(self, self._model, model)
         dtypes = {name: parameter.dtype for name, parameter in zip(names, parameters, strict=True)}
@@ -364,11 +359,7 @@ class PowerSGD(Pipelined):
     remembers: ClassVar[bool] = True
 
     def check(self, setting: Setting) -> None:
-        """Raise unless the model's gradients can be compressed in this way.
-
-        Raises:
-            ValueError: a gradient is complex, and the hook is the batched one.
-        """
+        """Raise ValueError if a gradient is complex, and the hook is the batched one."""
         for name, parameter in zip(setting.names, setting.parameters, strict=True):
             if self.batched and parameter.is_complex():
                 raise ValueError(

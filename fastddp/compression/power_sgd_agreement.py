@@ -60,11 +60,7 @@ class PowerSGDSchedule:
         return self._plain, self._power_sgd
 
     def __call__(self, window: int) -> Exchange:
-        """Return the exchange of window number ``window``.
-
-        Raises:
-            RuntimeError: the states of ranks differ, or were not loaded on all of them.
-        """
+        """The exchange of window number ``window``; RuntimeError: ranks' states differ, or were not loaded on all."""
         # The first call registers the hook, which is no collective.
         if self._is_registered and (self._state.was_changed or not self._have_compared):
             self._compare(window)

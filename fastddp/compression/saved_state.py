@@ -16,13 +16,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class SavedState:
-    """The parts of a saved state, by type. A part that is wrong is a ValueError that names it.
-
-    Args:
-        kind: the name of such a state in errors.
-        state: any object.
-        format: what its part "format" must be.
-    """
+    """The parts of a saved state, ``kind`` in errors, by type; ValueError: one is wrong, or it is of another format."""
 
     def __init__(self, kind: str, state: object, format: int) -> None:
         self.kind = kind

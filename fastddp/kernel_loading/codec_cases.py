@@ -16,8 +16,7 @@ from fastddp.kernel_loading.trials import Case, Memory, Sums, Trial
 
 # ------------------------------------------------------------------------------------------------------- PowerSGD
 
-STEP = 128
-"""Columns of a tile."""
+STEP = 128  # columns of a tile
 _ROWS = (16, 1, 15, 17, 33)
 _COLUMNS = (*(STEP + more for more in (-1, 0, 1, 8)), *range(1, 10), 31, 32, 33, 257)
 """Around a tile, a warp and an access."""
@@ -30,8 +29,7 @@ _SHAPES = (
 _SMALL_SHAPES = ((17, STEP + 8), (5, 9))
 _SPECIAL = (torch.inf, torch.nan, -torch.inf, 300.0)
 
-_SHARE = 1e-5
-"""How far elements of vectors of length 1 may be from those of another algorithm."""
+_SHARE = 1e-5  # how far elements of vectors of length 1 may be from those of another algorithm
 
 Matrix = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
 

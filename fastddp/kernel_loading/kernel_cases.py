@@ -22,12 +22,9 @@ from torch import Tensor
 from fastddp import _C
 from fastddp.kernel_loading.trials import Case, Makes, Memory, Sums, Trial
 
-CHUNK = 4096
-"""Elements of one program of pack, of 8 bits and of sums."""
-STEPS = (512, 1024, 2048, CHUNK)
-"""Elements that a program takes at once."""
-ACCESS = 16
-"""Bytes."""
+CHUNK = 4096  # elements of one program of pack, of 8 bits and of sums
+STEPS = (512, 1024, 2048, CHUNK)  # elements that a program takes at once
+ACCESS = 16  # bytes
 
 SMALL = tuple(range(1, 18))
 LARGE = (*(size + more for size in STEPS for more in (-1, 0, 1)), CHUNK + 13, 2 * CHUNK + 3)
@@ -77,8 +74,7 @@ _STRIDED = (
     *((size,) for size in (2, 3, 511, 512, 513, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)),
     *((3, 5), (16, 33), (41, 100), (3, 5, 7), (17, 19, 13), (2, 3, 4, 5), (5, 7, 9, 13), (2, 3, 2, 3, 2)),
     (3, 4, 5, 7, 11),
-)
-"""Shapes of gradients that lie in the opposite order, with gaps, so that no two dims can be taken for one."""
+)  # shapes of gradients that lie in the opposite order, with gaps, so that no two dims can be taken for one
 
 
 class _Bucket:
@@ -283,9 +279,8 @@ def sum_shards(dtype: torch.dtype) -> Trial:
         Case("into a row", lambda memory: make(memory, (*rows[:5], *SMALL), [(0, 0)], in_place=True), call),
         Case("special numbers", make_special, call),
     )
-    return Trial(
-        f"sums of {short(dtype)}", lambda device, trial: _Sums(dtype, device, trial), _sums_of_operators, cases
-    )
+    operators = SimpleNamespace(sum_shards=_C.sum_shards_with_operators)
+    return Trial(f"sums of {short(dtype)}", lambda *where: _Sums(dtype, *where), lambda: operators, cases)
 
 
 class _Sums:
@@ -304,10 +299,6 @@ class _Sums:
         if self._device.type != "cpu":
             used = (_C.Trust.proven, _C.Trust.untried) if self._trial else (_C.Trust.proven,)
             self.launches += _C.trust_in_kernel(self._device, self._name) in used
-
-
-def _sums_of_operators() -> Any:
-    return SimpleNamespace(sum_shards=_C.sum_shards_with_operators)
 
 
 def _of_pack(what: str, cases: Iterable[Case]) -> Trial:

@@ -21,17 +21,13 @@ if TYPE_CHECKING:
     from fastddp.kernel_loading.trials import Trial
     from fastddp.kernels.ahead_of_time import CompiledKernel
 
-# The least capability for which the kernels are compiled and tested; older GPUs get torch's operators.
-LEAST_CAPABILITY = 80
+LEAST_CAPABILITY = 80  # for which the kernels are compiled and tested; older GPUs get torch's operators
 
 
 def load_kernels(
     wanted: Iterable[tuple[torch.device, torch.dtype, torch.dtype]], measuring_gradients: bool = False
 ) -> None:
-    """Load pack, unpack and measure for each device, dtype of gradients and dtype of the wire.
-
-    With ``measuring_gradients`` also load the kernels that measure a rank's own gradients, while packing or alone.
-    """
+    """Load pack, unpack and measure by device, gradients' and wire's dtype; also those that measure own gradients."""
     for device, gradient, wire in sorted(wanted, key=str):
         if (capability := capability_of(device)) is None:
             continue
@@ -72,11 +68,7 @@ def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], ra
 def load_block8_kernels(
     wanted: Iterable[tuple[torch.device, torch.dtype]], number: str, block: int, stochastic: bool
 ) -> None:
-    """Load block8's kernels for each device and dtype of gradients, for one format ("int8", "e4m3", "e5m2").
-
-    Raises:
-        ValueError: the kernels do not have this format.
-    """
+    """Load block8's kernels for one format ("int8", "e4m3", "e5m2"); ValueError: they do not have it."""
     for device, gradient in sorted(wanted, key=str):
         if (capability := capability_of(device)) is None:
             continue
@@ -93,11 +85,7 @@ def load_block8_kernels(
 
 
 def load_sum_kernels(devices: Iterable[torch.device], dtype: torch.dtype) -> None:
-    """Load the kernel that adds up shards of this dtype, for each device.
-
-    Raises:
-        ValueError: the kernel does not add up this dtype.
-    """
+    """Load the kernel that adds up shards of this dtype; ValueError: it does not take the dtype."""
     for device in sorted(devices, key=str):
         if (capability := capability_of(device)) is not None:
             from fastddp.kernel_loading import kernel_cases

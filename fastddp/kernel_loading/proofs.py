@@ -48,10 +48,7 @@ def place_of(device: torch.device) -> str:
 
 
 def proof_of(kernel: CompiledKernel, device: torch.device) -> Path | None:
-    """The file, in Triton's cache, that exists once the kernel has passed on this kind of device with this driver.
-
-    None: the driver's version is not known, or there is no folder to write to.
-    """
+    """The file that exists once the kernel has passed on such a device and driver; None: unknown driver, no folder."""
     if not driver_version():
         return None
     from triton import knobs

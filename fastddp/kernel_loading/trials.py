@@ -10,19 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ALIGNED = 64
-"""Bytes: tensors begin at a multiple of this, unless they are asked to begin after it."""
+_ALIGNED = 64  # bytes: tensors begin at a multiple of this, unless they are asked to begin after it
 
 _POISON = 0xA5
 """What memory is made of before somebody writes: small numbers in every dtype of floats, which no case computes."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Sums = Sequence[tuple[float, float]]
-"""What a call has measured: sums of squares, and how many elements are not finite."""
+Sums = Sequence[tuple[float, float]]  # what a call has measured: sums of squares, and how many elements are not finite
 
-Makes = Callable[["Memory"], tuple[Any, ...]]
-"""Returns a call's arguments, whose tensors lie in the memory."""
+Makes = Callable[["Memory"], tuple[Any, ...]]  # returns a call's arguments, whose tensors lie in the memory
 
 
 class Memory:
@@ -36,14 +33,7 @@ class Memory:
     def take(
         self, shape: Sequence[int], dtype: torch.dtype, shift: int = 0, strides: Sequence[int] | None = None
     ) -> Tensor:
-        """A tensor of poison.
-
-        Args:
-            shape: of the tensor.
-            dtype: of the tensor.
-            shift: how many elements after a multiple of 64 bytes it begins.
-            strides: of the tensor; None: it is contiguous.
-        """
+        """A tensor of poison that begins ``shift`` elements after a multiple of 64 bytes; no strides: contiguous."""
         if strides is None:
             strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -88,13 +78,10 @@ def _tensors(argument: Any) -> Iterator[Tensor]:
 class Case:
     """One call, and what it goes through."""
 
-    path: str
-    """In words."""
+    path: str  # in words
     make: Makes
-    call: Callable[..., Sums | None]
-    """Gets what has the kernels, then the arguments; None: it has measured nothing."""
-    rounded: float = 0.0
-    """How far apart two elements may be that are not expected to be equal bit by bit."""
+    call: Callable[..., Sums | None]  # gets what has the kernels, then the arguments; None: it has measured nothing
+    rounded: float = 0.0  # how far apart two elements may be that are not expected to be equal bit by bit
     sums_rounded: float = 1e-12
     """The same for sums of squares, relative to them. Where sums of squares are whole numbers, they are exact."""
 
@@ -103,12 +90,9 @@ class Case:
 class Trial:
     """Cases that lead through all paths of one kernel, or of those that work together."""
 
-    what: str
-    """What the kernels do, and with which dtypes, in words."""
-    kernels: Callable[[torch.device, bool], Any]
-    """Those of a device, as training has them, or for a trial."""
-    operators: Callable[[], Any]
-    """The same, made of torch's operators."""
+    what: str  # what the kernels do, and with which dtypes, in words
+    kernels: Callable[[torch.device, bool], Any]  # those of a device, as training has them, or for a trial
+    operators: Callable[[], Any]  # the same, made of torch's operators
     cases: Sequence[Case] = field(repr=False)
     instead: Callable[[], Any] | None = None
     """On a device, what runs on the CPU instead of operators, of which there would be too many."""
@@ -116,12 +100,9 @@ class Trial:
     def run(
         self, device: torch.device, trial: bool = False, reference: torch.device | None = None
     ) -> Iterator[Outcome]:
-        """Make the calls, one after another. The host waits for the device.
+        """Make the calls, one after another; the host waits. ``reference``: where operators run; None: on ``device``.
 
-        Args:
-            device: where the kernels run.
-            trial: whether kernels are used that nobody has tried. Then none of their calls may be left to operators.
-            reference: where torch's operators run; None: on the same device.
+        ``trial``: the kernels are those that nobody has tried, and none of their calls may be left to operators.
         """
         return self.compare(self.expected(device, reference), device, trial)
 
@@ -157,10 +138,8 @@ class Expected:
 
     case: Case
     arguments: Any
-    before: Tensor
-    """The memory in which tensors of the arguments lie, on the host."""
-    after: Tensor
-    """The same, on the device."""
+    before: Tensor  # the memory in which tensors of the arguments lie, on the host
+    after: Tensor  # the same, on the device
     sums: Sums
 
 
@@ -170,8 +149,7 @@ class Outcome:
 
     path: str
     launches: int
-    differing: str | None
-    """What the kernels did that operators did not; None: both did the same."""
+    differing: str | None  # what the kernels did that operators did not; None: both did the same
 
 
 def _what_differs(expected: Expected, kernels: Any, device: torch.device) -> str | None:

@@ -34,12 +34,9 @@ class Held:
     """An optimizer's state, of which this rank has a part."""
 
     shards: Shards
-    inner: Sequence[Optimizer]
-    """This rank's optimizers, by bucket."""
-    parameters: Sequence[Tensor]
-    """The model's."""
-    groups: Groups
-    """With parameters to train."""
+    inner: Sequence[Optimizer]  # this rank's optimizers, by bucket
+    parameters: Sequence[Tensor]  # the model's
+    groups: Groups  # with parameters to train
     has_stepped: bool
 
     def of_span(self, span: Span) -> dict[str, Any]:

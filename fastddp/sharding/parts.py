@@ -26,13 +26,8 @@ Group = dict[str, Any]
 class Parts:
     """Flat parameters, this rank's part of them, and an optimizer for the part of each bucket.
 
-    Args:
-        model: has this object, and goes at once when nobody else has it.
-        make: an optimizer of parameter groups.
-        own: by number of the group, the class that steps it in place of what ``make`` makes.
-        whole: each rank has whole parameters.
-        wire: fp32 parameters travel in this dtype; None: as they are.
-        waits_in_step: parameters are here when a step ends.
+    ``model`` has this object. ``own``: by number of the group, what makes its optimizer in place of ``make``. The
+    others are those of :class:`fastddp.sharding.shards.Shards`.
     """
 
     def __init__(
@@ -47,14 +42,10 @@ class Parts:
     ) -> None:
         self._of_model = weakref.ref(model)
         self.make, self._own, self.whole, self._wire, self.waits_in_step = make, own, whole, wire, waits_in_step
-        self.parameters = model.engine.now.parameters
-        """The model's."""
-        self.groups: list[Group] = []
-        """The optimizer's, with the model's parameters."""
-        self.optimizer: Callable[[], object] = lambda: None
-        """The sharded optimizer; None: it is gone."""
-        self.inner: list[Optimizer] = []
-        """By bucket."""
+        self.parameters = model.engine.now.parameters  # the model's
+        self.groups: list[Group] = []  # the optimizer's, with the model's parameters
+        self.optimizer: Callable[[], object] = lambda: None  # the sharded optimizer; None: it is gone
+        self.inner: list[Optimizer] = []  # by bucket
         self._shards: Shards | None = None
 
     @property

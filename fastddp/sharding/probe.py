@@ -31,16 +31,12 @@ _Result = tuple[dict[int, tuple[Tensor, dict[str, Any]]], list[dict[str, Any]]]
 class Way(NamedTuple):
     """How an optimizer can be sharded, and what was seen of it."""
 
-    shard: str
-    """As the argument, or "unknown"."""
+    shard: str  # as the argument, or "unknown"
     seen: str = ""
 
 
 def find_way(make: Make, own: Mapping[int, Make], groups: Sequence[Group]) -> Way:
-    """Whether an optimizer treats each element by itself, or each parameter; arguments as of ``make_optimizer``.
-
-    ValueError: it takes a number over all parameters, or a closure.
-    """
+    """Whether an optimizer treats elements by themselves, or parameters; ValueError: it needs all, or a closure."""
     alone = [(own.get(number, make), [group]) for number, group in enumerate(groups)]
     ways = [_way_of(*each) for each in (alone if own else [(make, groups)])]
     return min(ways, key=lambda way: ("parameters", "unknown", "elements").index(way.shard))
@@ -79,8 +75,7 @@ class _Trial:
         sizes = [most if id(like) in largest else _SMALL for _, like in examples]
         self._parameters = [
             (number, *self._drawn(like, size)) for (number, like), size in [*zip(examples, sizes, strict=True)] * 2
-        ]
-        """The group of each, its values, and its gradients."""
+        ]  # the group of each, its values, and its gradients
         self._every = range(len(self._parameters))
         self._whole: _Result = {}, []
 
@@ -143,10 +138,7 @@ class _Trial:
         closure: Sequence[object] = (),
         moves: bool = False,
     ) -> _Result:
-        """How far parameters are moved, with their state, and what numbers the optimizer has besides.
-
-        ``moves``: after the first step another optimizer takes over.
-        """
+        """How far parameters are moved, their state, and the optimizer's numbers; ``moves``: another one takes over."""
         holders = {
             number: nn.Parameter(_cut(self._parameters[number][1], part).clone()) for number in numbers or self._every
         }

@@ -26,19 +26,14 @@ _16_BITS = (torch.float16, torch.bfloat16)
 class Span(NamedTuple):
     """This rank's part of a parameter."""
 
-    parameter: int
-    """Its number in the model."""
+    parameter: int  # its number in the model
     begin: int
-    end: int
-    """Elements in the order of the parameter's memory."""
+    end: int  # elements in the order of the parameter's memory
     holder: Tensor
     """What the optimizer steps: a tensor of the parameter's shape if the part is all of it, else of one dimension."""
-    place: int
-    """Where it begins in the bucket's flat memory, in numbers."""
-    like: Tensor
-    """A tensor without memory, with the holder's shape and strides."""
-    bucket: int
-    """Its number."""
+    place: int  # where it begins in the bucket's flat memory, in numbers
+    like: Tensor  # a tensor without memory, with the holder's shape and strides
+    bucket: int  # its number
 
     def __repr__(self) -> str:
         # Without ``like``, whose memory cannot be printed.
@@ -49,27 +44,20 @@ class Span(NamedTuple):
 class OneBucket:
     """One bucket's parameters."""
 
-    flat: Tensor
-    """All parameters of the bucket, laid out like its gradients' wire, with zeros between them."""
-    run: tuple[int, int]
-    """This rank's part of ``flat``."""
+    flat: Tensor  # all parameters of the bucket, laid out like its gradients' wire, with zeros between them
+    run: tuple[int, int]  # this rank's part of ``flat``
     main: Tensor | None
     """The run in fp32, where ``flat`` has fewer bits or travels in fewer; None: the optimizer steps ``flat`` itself."""
-    wire: torch.dtype | None
-    """In which parameters travel; None: as they are."""
+    wire: torch.dtype | None  # in which parameters travel; None: as they are
     spans: list[Span]
-    travels: Tensor | None = None
-    """What is being gathered, if it is not ``flat``."""
+    travels: Tensor | None = None  # what is being gathered, if it is not ``flat``
 
 
 class Shards:
     """The flat memory of a model's parameters for one plan. Parameters are views of it from now on.
 
-    Args:
-        now: what is in force; its setting has the plan.
-        whole: each rank has whole parameters, not an equal part of each bucket.
-        wire: fp32 parameters travel in this dtype; None: as they are.
-        waits_in_step: all ranks wait for parameters in ``step()``, and no rank later than others.
+    ``whole``: each rank has whole parameters, not an equal part of each bucket. ``wire``: fp32 parameters travel in
+    this dtype; None: as they are. ``waits_in_step``: all ranks wait for parameters in ``step()``, and none later.
     """
 
     def __init__(self, now: InForce, *, whole: bool, wire: torch.dtype | None, waits_in_step: bool) -> None:
@@ -90,7 +78,10 @@ class Shards:
         self._reducer, self._module = now.reducer, now.module
         self.notices: dict[int, ShardedGradient] = {}
         self.buckets = [self._lay_out(number, bucket, wire) for number, bucket in enumerate(self.plan)]
-        self._make_notices(now)
+        holders = {span.parameter: span.holder for span in self.spans()}
+        for index in chain.from_iterable(self.plan):
+            zero, dtype = zeroing(holders.get(index)), setting.parameters[index].dtype
+            self.notices[index] = ShardedGradient.of(self._parameters[index], dtype, self._names[index], zero)
         weakref.finalize(self, _forget, self._parameters, self.notices).atexit = False
         self._memory = [parameter.data_ptr() for parameter in self._parameters]
         lanes = setting.lanes_over(group, with_reads=waits_in_step)
@@ -130,12 +121,6 @@ class Shards:
             view = _C.view_of(memory, like, at)
             holder = nn.Parameter(view.detach())
             yield Span(index, begin, end, holder, run + offset, without_memory(holder, holder.dtype), number)
-
-    def _make_notices(self, now: InForce) -> None:
-        holders = {span.parameter: span.holder for span in self.spans()}
-        for index in chain.from_iterable(self.plan):
-            zero, dtype = zeroing(holders.get(index)), now.setting.parameters[index].dtype
-            self.notices[index] = ShardedGradient.of(self._parameters[index], dtype, self._names[index], zero)
 
     def install(self) -> None:
         """Let the reducer write gradients to the spans' holders, from the next window on."""

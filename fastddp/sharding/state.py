@@ -23,12 +23,10 @@ State = Mapping[str, Any]
 class Whole:
     """One parameter's state, of all ranks."""
 
-    place: int
-    """Where the parameter begins in :attr:`elements`, in numbers."""
+    place: int  # where the parameter begins in :attr:`elements`, in numbers
     elements: dict[str, Tensor] = field(default_factory=dict)
     """What has a value for each element of the parameter: by key, in the flat memory of a bucket."""
-    values: dict[str, Any] = field(default_factory=dict)
-    """Everything else, as the number of steps."""
+    values: dict[str, Any] = field(default_factory=dict)  # everything else, as the number of steps
 
     def of_parameter(self, parameter: Tensor) -> dict[str, Any]:
         """The state in the parameter's shape: views of :attr:`elements`."""
@@ -42,10 +40,7 @@ class Whole:
 
 
 def gathered(shards: Shards, of_span: Callable[[Span], State]) -> Iterator[tuple[int, Whole]]:
-    """The state of each parameter that has one, bucket by bucket. A collective.
-
-    ``of_span``: this rank's part, by name. A tensor of the holder's shape has a value for each element.
-    """
+    """The state of each parameter that has one, bucket by bucket, from each rank's part by name. A collective."""
     own = [{span.parameter: _described(span, of_span(span)) for span in bucket.spans} for bucket in shards.buckets]
     of_ranks = _of_all_ranks(own, shards)
     for number, bucket in enumerate(shards.plan):

@@ -155,8 +155,7 @@ class RankHistory:
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque(maxlen=SAMPLES)
-        self.delays: tuple[Delay, ...] = ()
-        """The verdicts that hold."""
+        self.delays: tuple[Delay, ...] = ()  # the verdicts that hold
 
     def add(self, rows: Tensor) -> None:
         """Add a sample: [ranks, COLUMNS], fp64, on the CPU. One that fewer than two ranks have does not count."""

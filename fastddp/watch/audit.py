@@ -73,11 +73,8 @@ class Audit:
     def begin_window(self, reducer: Reducer, exchange: Exchange, setting: Setting, counts: bool) -> None:
         """Report what earlier windows have shown, and send this window's digests; a collective.
 
-        ``counts``: whether this rank's tensors are compared; not if it has no inputs (torch's Join).
-
-        Raises:
-            CorruptionError: ``Watch.corruption`` is "raise". The user's callable may raise any error. A further call
-                goes on.
+        ``counts``: whether this rank's tensors are compared; not if it has no inputs (torch's Join). CorruptionError:
+        ``Watch.corruption`` is "raise". The user's callable may raise any error. A further call goes on.
         """
         windows = reducer.windows()
         if windows == self._window or is_capturing(self._device):  # a graph would be replayed without the host

@@ -24,8 +24,7 @@ LookUp = Callable[[], object]
 class Part:
     """The slices of tensors to compare in one step, about as many bytes as in any other."""
 
-    names: list[str]
-    """The name of each slice's tensor."""
+    names: list[str]  # the name of each slice's tensor
     slices: list[tuple[LookUp, int, int]]
     """Elements [begin, end) of a tensor, which is looked up in each step: it may be replaced."""
 
@@ -44,10 +43,8 @@ class Round:
     """Parts that together have every tensor once."""
 
     parts: list[Part]
-    count: int
-    """:meth:`AuditedTensors.count` at that time."""
-    description: int
-    """A 63-bit digest of names, dtypes, shapes and slices: equal on ranks that compare the same."""
+    count: int  # :meth:`AuditedTensors.count` at that time
+    description: int  # a 63-bit digest of names, dtypes, shapes and slices: equal on ranks that compare the same
 
 
 class AuditedTensors:
@@ -61,10 +58,8 @@ class AuditedTensors:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Compare the state of the parameters in ``optimizer`` as well, from the next round on.
 
-        Raises:
-            TypeError: it is no ``torch.optim.Optimizer``.
-            ValueError: each rank has its own part of the state (``ZeroRedundancyOptimizer``); or the optimizer has
-                none of the parameters.
+        TypeError: it is no ``torch.optim.Optimizer``; ValueError: each rank has its own part of the state
+        (``ZeroRedundancyOptimizer``); or the optimizer has none of the parameters.
         """
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"audit() takes a torch.optim.Optimizer, not {type(optimizer).__name__}." + see("FD024"))
@@ -81,11 +76,7 @@ class AuditedTensors:
             self._optimizers.append(optimizer)
 
     def add_buffers(self, module: nn.Module, names: Iterable[str]) -> None:
-        """Compare these buffers of ``module`` as well, from the next round on.
-
-        Raises:
-            ValueError: ``module`` has no such buffer.
-        """
+        """Compare these buffers of ``module`` too, from the next round on; ValueError: it has no such buffer."""
         names = list(names)
         known = dict(module.named_buffers(remove_duplicate=False))
         for name in names:

@@ -66,11 +66,7 @@ def a_scaler_steps() -> bool:
 
 
 def deliver(corruption: Corruption, to: OnCorruption) -> None:
-    """Do with ``corruption`` what ``Watch.corruption`` says.
-
-    Raises:
-        CorruptionError: ``to`` is "raise". A callable may raise any error.
-    """
+    """Do with ``corruption`` what ``Watch.corruption`` says: raise CorruptionError, or whatever a callable raises."""
     if to == "raise":
         raise CorruptionError(corruption)
     if callable(to):

@@ -60,10 +60,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _as_torch_writes(error: BaseException | None) -> dict[str, Any]:
-    """As torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception writes it, with one call.
-
-    The traceback is on stderr already.
-    """
+    """As elastic's ErrorHandler.record_exception, with one call; the traceback is on stderr already."""
     assert error is not None
     calls = "".join(traceback.format_exception(error, limit=1))
     extra = {"py_callstack": calls, "timestamp": str(int(time.time()))}

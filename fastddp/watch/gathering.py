@@ -11,10 +11,7 @@ from fastddp.ranks.together import finish
 
 
 class Gathering:
-    """The rows of all ranks of ``group``, on their way. All ranks make these in the same order.
-
-    ``row``: [columns], of any dtype, on the device of the group's collectives; as long on every rank.
-    """
+    """Rows of all ranks of ``group``, on their way, made everywhere in one order; ``row``: [columns], all as long."""
 
     def __init__(self, row: Tensor, group: dist.ProcessGroup) -> None:
         self._rows = self._on_host = torch.empty(group.size(), len(row), dtype=row.dtype, device=row.device)
@@ -27,10 +24,7 @@ class Gathering:
         return self._work.is_completed()
 
     def has_arrived(self, stream: torch.Stream | None) -> bool:
-        """Whether the host can read the rows now. Without ``stream``, wait for the collective.
-
-        With one, the first call starts the copy to the host, and only a later call returns True.
-        """
+        """Whether the host can read the rows; no ``stream``: it waits; else the first call starts a copy."""
         if stream is None:
             finish(self._work, self._group)
             return True

@@ -16,10 +16,7 @@ _lock = threading.Lock()
 
 
 def look_now_and_then(owner: object, look: Callable[[], None]) -> None:
-    """Call ``look()``, whose errors are lost, twice a second, from another thread, for as long as ``owner`` lives.
-
-    ``look`` must not keep it alive.
-    """
+    """Call ``look()`` twice a second in a thread, errors lost, while ``owner`` lives, which it must not keep alive."""
     global _thread
     with _lock:
         _lookouts.setdefault(weakref.ref(owner, lambda gone: _lookouts.pop(gone, None)), []).append(look)

@@ -111,10 +111,7 @@ class NonFiniteWatch:
         If nothing was wrong this costs one call. If something was, and all ranks of the exchange know it now, they
         gather who had what. They may not all know: a device with streams tells its host later, at another moment on
         each rank, and the sum of finite gradients may be non-finite on this rank alone. Then a rank reports only what
-        it had itself.
-
-        Raises:
-            CorruptionError: ``Watch.corruption`` is "raise". The user's callable may raise any error.
+        it had itself. CorruptionError: ``Watch.corruption`` is "raise". The user's callable may raise any error.
         """
         noticed = self._now.reducer.take_not_finite()
         if noticed is None:
@@ -288,10 +285,7 @@ def _largest(now: InForce, said: list[list[float]]) -> tuple[int, str, float]:
 
 
 def _synchronised(now: InForce, all_are_here: bool) -> list[tuple[int, int, int]]:
-    """Place, parameter and count of each synchronised gradient that is not finite.
-
-    Where gradients are sharded, ranks add up what their parts have, if ``all_are_here``.
-    """
+    """Place, parameter and count of synchronised gradients that are not finite; sharded: on all ranks, if here."""
     places = _places(now)
     counts = now.reducer.synchronised_not_finite()
     if counts is None:

@@ -62,12 +62,13 @@ def _line(now: InForce, watch: Watch, hook: Callable[..., object] | None) -> str
     setting = now.setting
     megabytes = sum(parameter.nbytes for parameter in setting.parameters) / 2**20
     backend = dist.get_backend(now.process_group)
+    faults = ("stalls", watch.stall), ("corruption", watch.corruption), ("replicas that differ", watch.audit_every)
     return ", ".join(
         [
             f"version {version} in place of torch's DDP: {_ranks(now.process_group.size())} over {backend}",
             f"{len(setting.parameters)} gradients ({megabytes:.1f} MiB) in {_count(len(setting.plan), 'bucket')}",
             *([] if hook is None else [f"hook {hook.__name__}"]),
-            f"watching for {_watched(watch)}",
+            f"watching for {' and '.join(fault for fault, choice in faults if choice is not None) or 'nothing'}",
         ]
     )
 
@@ -76,11 +77,6 @@ def _ranks(count: int) -> str:
     on_node = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's
     nodes = -(-count // int(on_node)) if on_node.isdigit() and int(on_node) else 1
     return _count(count, "rank") + (f" on {nodes} nodes" if nodes > 1 else "")
-
-
-def _watched(watch: Watch) -> str:
-    faults = {"stalls": watch.stall, "corruption": watch.corruption, "replicas that differ": watch.audit_every}
-    return " and ".join(fault for fault, choice in faults.items() if choice is not None) or "nothing"
 
 
 def _count(number: int, what: str) -> str:

@@ -17,8 +17,7 @@ from fastddp.ranks.listing import listed
 from fastddp.ranks.together import explanations
 from fastddp.watch.python_calls import state_of
 
-is_launched = True
-"""Whether a launcher has started this process, and so the others in the same way."""
+is_launched = True  # whether a launcher has started this process, and so the others in the same way
 
 _LOOKS = 20  # ten a second: a process that ends closes its connections before it is gone
 _LOOK = "Look at what it printed last."

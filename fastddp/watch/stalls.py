@@ -48,7 +48,9 @@ def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
     """Watch a model's steps, for as long as the result lives."""
     key = stall_key(now)
     store = dist.distributed_c10d._get_process_group_store(now.process_group)
-    job = _agree_on_job(store, key)
+    # A number that the ranks of this model share, and no others on their machines.
+    first = store.compare_set(f"{key}/job", "", f"{socket.gethostname()} {os.getpid()} {time.time_ns()}")
+    job = int.from_bytes(hashlib.blake2b(first, digest_size=8).digest(), "big")
     now.reducer.progress.belongs_to(job, sys.argv[0] if sys.argv else "")
     models.add(now)
     _end_with_a_child()
@@ -153,10 +155,3 @@ def _error_that_ends_the_process() -> str:
         return ""
     text = type(error).__name__ + ": " + (str(error).strip() or "(no text)").splitlines()[0]
     return textwrap.shorten(text, _MOST_LETTERS, placeholder=" ...")
-
-
-def _agree_on_job(store: dist.Store, key: str) -> int:
-    """A number that the ranks of this model share, and no others on their machines."""
-    mine = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
-    first = store.compare_set(f"{key}/job", "", mine)
-    return int.from_bytes(hashlib.blake2b(first, digest_size=8).digest(), "big")

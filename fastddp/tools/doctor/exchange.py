@@ -38,14 +38,6 @@ class Exchange:
     seconds: float  # the slowest rank's median
     bus_gb_per_s: float  # 10⁹ bytes a second; an allreduce moves 2 (n - 1) / n of its bytes over the bus
 
-    def line(self) -> str:
-        """What to show."""
-        return (
-            f"Allreduce of {self.mib} MiB over {self.backend}, {self.ranks} ranks, "
-            f"interface {self.interface or f'chosen by {self.backend}'}: {1e3 * self.seconds:.3g} ms, "
-            f"{self.bus_gb_per_s:.3g} GB/s of bus bandwidth (the slowest rank's median)."
-        )
-
 
 def measure(
     backend: str,

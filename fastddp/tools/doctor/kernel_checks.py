@@ -13,8 +13,7 @@ from fastddp.kernel_loading.trials import Trial
 from fastddp.tools.doctor.findings import KernelCheck, in_a_line
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
-PAIRS = (*itertools.product(_NARROW, _NARROW), (torch.float64, torch.float64))
-"""Dtypes of gradients and wire."""
+PAIRS = (*itertools.product(_NARROW, _NARROW), (torch.float64, torch.float64))  # dtypes of gradients and wire
 
 _RANK = 4
 _NUMBERS = ("int8", "e4m3")  # the defaults of the hooks of 8 bits
@@ -33,8 +32,14 @@ def check_kernels(device: torch.device) -> list[KernelCheck]:
 
 def _check(device: torch.device, kernels: str, trials: Callable[[torch.device], Iterator[Trial]]) -> KernelCheck:
     before = _given_up(device)
+    launches, differing, idle = 0, [], []  # the first fault of each trial; trials in which nothing was launched
     try:
-        launches, differing, idle = _run(device, trials(device))
+        for trial in trials(device):
+            outcomes = list(trial.run(device, reference=torch.device("cpu")))
+            differing += [f"{trial.what} ({one.path}: {one.differing})" for one in outcomes if one.differing][:1]
+            launched = sum(one.launches for one in outcomes)
+            launches += launched
+            idle += [] if launched else [trial.what]
         given_up = tuple(kernel for kernel in _given_up(device) if kernel not in before)
         if not given_up and launching.capability_of(device) is not None:
             given_up = tuple(f"for {what}: it could not be tried, or was given up before" for what in idle)
@@ -42,18 +47,6 @@ def _check(device: torch.device, kernels: str, trials: Callable[[torch.device], 
         return KernelCheck(str(device), kernels, "", error=in_a_line(error))
     made_of = "C++" if device.type == "cpu" else "Triton" if launches else "torch's operators"
     return KernelCheck(str(device), kernels, made_of, tuple(differing), given_up)
-
-
-def _run(device: torch.device, trials: Iterator[Trial]) -> tuple[int, list[str], list[str]]:
-    """Launches; what was wrong, the first of each trial; and the trials in which nothing was launched."""
-    launches, differing, idle = 0, [], []
-    for trial in trials:
-        outcomes = list(trial.run(device, reference=torch.device("cpu")))
-        differing += [f"{trial.what} ({one.path}: {one.differing})" for one in outcomes if one.differing][:1]
-        launches += sum(one.launches for one in outcomes)
-        if not any(one.launches for one in outcomes):
-            idle.append(trial.what)
-    return launches, differing, idle
 
 
 def _given_up(device: torch.device) -> list[str]:

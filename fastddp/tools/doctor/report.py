@@ -79,8 +79,13 @@ def page(report: Report) -> RenderableType:
     if report.kernels:
         title = Text("\nKernels, run once against plain torch", style="bold")
         parts += [title, _table(("on", "what", "made of", "result"), map(_row, report.kernels))]
-    if report.exchange is not None:
-        parts.append(Text(f"\n{report.exchange.line()}"))
+    if (one := report.exchange) is not None:
+        told = (
+            f"\nAllreduce of {one.mib} MiB over {one.backend}, {one.ranks} ranks, "
+            f"interface {one.interface or f'chosen by {one.backend}'}: {1e3 * one.seconds:.3g} ms, "
+            f"{one.bus_gb_per_s:.3g} GB/s of bus bandwidth (the slowest rank's median)."
+        )
+        parts.append(Text(told))
     parts.append(Text(f"\n{_ELSEWHERE}\n"))
     for finding in report.findings:
         label, style = ("WRONG", "bold red") if finding.level == "wrong" else ("remark", "bold")

@@ -95,10 +95,7 @@ def _gpus() -> tuple[tuple[str, ...], str]:
 
 
 def versions() -> str:
-    """What ``fastddp --version`` prints; it does not load the extension.
-
-    The version is the installed distribution's: the package cannot be asked if its extension does not fit.
-    """
+    """What ``fastddp --version`` prints, without the extension: it may not fit."""
     built_for = _built_for()
     extension = "not built" if built_for is None else f"built for torch {built_for}"
     return f"fastddp {_version_of('fastddp') or 'not installed'}, fastddp._C {extension}"

@@ -57,11 +57,7 @@ class Seat:
 
 
 def seat(environment: Mapping[str, str]) -> Seat | None:
-    """The seat of a process started by torchrun, or by a launcher that sets the same variables; None: it is alone.
-
-    Raises:
-        ValueError: RANK is set, and another variable is missing or has a value that no launcher would set.
-    """
+    """Of a process that torchrun or its like has started; None: it is alone; ValueError: a variable makes no sense."""
     if "RANK" not in environment:
         return None
     try:

@@ -54,8 +54,10 @@ def ps(
     chosen = pids or []
     _pages.remove_left_pages()  # of processes that are gone, an hour after somebody has found them there
     node = live.look(chosen)
-    if strangers := live.without_page(chosen, node):
-        raise _refuse(" ".join(_why_no_page(pid) for pid in strangers) + _REMEDY)
+    found = {of.pid for of in node.ranks} | {of.pid for of in node.unreadable}
+    if strangers := [pid for pid in dict.fromkeys(chosen) if pid not in found]:
+        remedy = "Name ranks' own processes, not torchrun's, or none: then all are shown."
+        raise _refuse(" ".join([*map(_why_no_page, strangers), remedy]))
     if json:
         typer.echo(printing.as_json(node))
     else:
@@ -92,9 +94,6 @@ def _why_no_page(pid: int) -> str:
         f"Process {pid} has no status file: it has no DistributedDataParallel of fastddp yet, or it is another user's, "
         "or in another container."
     )
-
-
-_REMEDY = " Name ranks' own processes, not torchrun's, or none: then all are shown."
 
 
 def _refuse(message: str) -> typer.Exit:

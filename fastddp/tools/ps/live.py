@@ -29,8 +29,7 @@ _LONG_IN_STEPS = 5
 class Collectives:
     """Collectives of one process group, by c10d's numbers."""
 
-    lane: int
-    """From 0, which is the model's own group."""
+    lane: int  # from 0, which is the model's own group
     first: int
     last: int
 
@@ -43,40 +42,26 @@ class LiveRank:
     ranks: int
     rank: int
     pid: int
-    wrapper: int
-    """The number of the wrapper in its process, from 0."""
-    process: Life
-    """Unknown: it is in another container, whose process numbers differ from ours."""
-    step: int
-    """The number, from 1, of the open window, or else of the one that ended last; 0: there was none."""
+    wrapper: int  # the number of the wrapper in its process, from 0
+    process: Life  # "unknown": it is in another container, whose process numbers differ from ours
+    step: int  # the number, from 1, of the open window, or else of the one that ended last; 0: there was none
     window: State
     doing: Doing
-    seconds: float
-    """For how long it has been doing this."""
-    bucket: int | None
-    """The one that ``doing`` is about; in backward the first one that lacks gradients."""
-    collectives: tuple[Collectives, ...]
-    """Those started for ``bucket``, if the rank waits for it."""
+    seconds: float  # for how long it has been doing this
+    bucket: int | None  # the one that ``doing`` is about; in backward the first one that lacks gradients
+    collectives: tuple[Collectives, ...]  # those started for ``bucket``, if the rank waits for it
     buckets: int
     missing: tuple[str, ...]
     """Gradients of ``bucket`` that have not come; after a backward that left some out, the model's."""
     all_came: bool
-    runs_user_code: bool
-    """Its buckets travel by a communication hook in Python."""
-    last_parameter: str | None
-    """The one whose gradient came last."""
-    last_bucket: int | None
-    """The bucket of ``last_parameter``."""
-    step_seconds: tuple[float, ...]
-    """Of the last steps."""
-    path: str
-    """Of its page."""
-    job: int
-    """The same for all ranks that train one model together; 0: not said."""
-    script: str
-    """That the process runs; empty: not said."""
-    started: float | None
-    """When the process was, in seconds since 1970; None: not known."""
+    runs_user_code: bool  # its buckets travel by a communication hook in Python
+    last_parameter: str | None  # the one whose gradient came last
+    last_bucket: int | None  # the bucket of ``last_parameter``
+    step_seconds: tuple[float, ...]  # of the last steps
+    path: str  # of its page
+    job: int  # the same for all ranks that train one model together; 0: not said
+    script: str  # that the process runs; empty: not said
+    started: float | None  # when the process was, in seconds since 1970; None: not known
 
     @property
     def steps_per_second(self) -> float | None:
@@ -85,10 +70,7 @@ class LiveRank:
 
     @property
     def concern(self) -> Concern | None:
-        """Why a person should look at it first; None: no reason.
-
-        "long" is relative to the times of steps. Before any step has one, nothing is long.
-        """
+        """Why a person should look at it first; None: no reason. Before any step has a time, nothing is "long"."""
         if self.process in ("gone", "stopped"):
             return self.process
         longest = max(self.step_seconds, default=float("inf"))
@@ -99,8 +81,7 @@ class LiveRank:
 class Unreadable:
     """A page that cannot be read: another version's, one being made, or a remainder."""
 
-    pid: int | None
-    """By the page's name."""
+    pid: int | None  # by the page's name
     process: Life
     problem: str
     path: str
@@ -115,18 +96,14 @@ class Node:
 
 
 def live_rank(snapshot: Snapshot, path: str) -> LiveRank:
-    """The rank in ``snapshot``, which was read from ``path``.
-
-    Raises:
-        RuntimeError: it makes no sense.
-        UnicodeDecodeError: its names are no text.
-    """
+    """The rank that a page says; RuntimeError: it makes no sense; UnicodeDecodeError: its names are no text."""
     names, state, doing = snapshot.names, snapshot.state, snapshot.doing
     # A window is idle while its first forward runs, and also before any has begun.
     is_open = state in ("accumulating", "armed", "reducing", "partial") or (
         state == "idle" and doing in ("forward", "gather", "after_forward")
     )
     bucket, missing = _about(snapshot)
+    awaited = snapshot.buckets[bucket : bucket + 1] if snapshot.doing == "finish" and bucket is not None else []
     last = snapshot.last_parameter
     return LiveRank(
         host=snapshot.host,
@@ -140,7 +117,7 @@ def live_rank(snapshot: Snapshot, path: str) -> LiveRank:
         doing=doing,
         seconds=snapshot.seconds,
         bucket=bucket,
-        collectives=_collectives(snapshot, bucket),
+        collectives=tuple(Collectives(of.lane, of.first, of.last) for one in awaited for of in one.collectives),
         buckets=len(snapshot.buckets),
         missing=tuple(names[i] for i in missing),
         all_came=all(snapshot.came),
@@ -163,12 +140,6 @@ def _started(ticks: int) -> float | None:
         return None
     booted = next((int(line.split()[1]) for line in lines if line.startswith("btime ")), None)
     return None if booted is None else booted + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _collectives(snapshot: Snapshot, bucket: int | None) -> tuple[Collectives, ...]:
-    if snapshot.doing != "finish" or bucket is None or bucket >= len(snapshot.buckets):
-        return ()
-    return tuple(Collectives(of.lane, of.first, of.last) for of in snapshot.buckets[bucket].collectives)
 
 
 def _about(snapshot: Snapshot) -> tuple[int | None, list[int]]:
@@ -210,21 +181,15 @@ def in_jobs(ranks: Iterable[LiveRank]) -> list[list[LiveRank]]:
     """
     jobs: list[list[LiveRank]] = []
     for rank in ranks:
-        together = [job for job in jobs if any(_train_together(rank, other) for other in job)]
+        together = [
+            job
+            for job in jobs
+            if any((rank.job == of.job != 0) or (rank.pid, rank.started) == (of.pid, of.started) for of in job)
+        ]
         jobs = [job for job in jobs if job not in together]
         jobs.append([*(other for job in together for other in job), rank])
     ordered = [sorted(job, key=lambda of: (of.rank, of.pid, of.wrapper)) for job in jobs]
     return sorted(ordered, key=lambda job: (min(of.started or 0 for of in job), job[0].pid))
-
-
-def _train_together(one: LiveRank, other: LiveRank) -> bool:
-    return (one.job == other.job and one.job != 0) or (one.pid, one.started) == (other.pid, other.started)
-
-
-def without_page(pids: Iterable[int], node: Node) -> list[int]:
-    """The ``pids`` of which ``node`` has no page."""
-    found = {of.pid for of in node.ranks} | {of.pid for of in node.unreadable}
-    return [pid for pid in dict.fromkeys(pids) if pid not in found]
 
 
 def remove_gone(node: Node) -> list[str]:

@@ -17,8 +17,7 @@ from rich.text import Text
 from fastddp.tools.ps.live import FOLDER, LiveRank, Node, in_jobs
 from fastddp.tools.trace.wording import LONGEST_NAME, UNKNOWN, printable, shortened
 
-VERSION = 2
-"""Of the JSON: it changes with the fields' names and meaning."""
+VERSION = 2  # of the JSON: it changes with the fields' names and meaning
 
 NOTHING = (
     "No ranks to see: no process of this user on this node has a DistributedDataParallel of fastddp yet, or those that "

@@ -28,11 +28,7 @@ from fastddp.tools.trace.totals import totals
 def analyse(
     recordings: Sequence[Recording], name: str, notes: Sequence[str] = (), step_range: str | None = None
 ) -> Report:
-    """The report of a run, from a recording of each rank; ``notes`` are added to its own.
-
-    Raises:
-        TraceError: two recordings are of one rank, or made by different recorders, or one lacks ``step_range``.
-    """
+    """The report of a run, a recording a rank; TraceError: recordings do not fit together, or lack ``step_range``."""
     by_rank, on_numbers = number(recordings)
     views = [view(rank, recording, step_range) for rank, recording in by_rank]
     together = bring_together(views)
@@ -44,7 +40,9 @@ def analyse(
         RankReport(one.rank, one.recording.source, tuple(one.steps.length.tolist()), mean(one.splits), wait)
         for one, wait in zip(views, waits_ms, strict=True)
     )
-    buckets = _bucket_reports(views, together, world_size)
+    facts = {bucket: fact for one in reversed(views) for bucket, fact in facts_of(one.recording).items()}
+    known = np.flatnonzero(np.isfinite(together.start).any(axis=(0, 1))).tolist()
+    buckets = tuple(_bucket_report(bucket, facts.get(bucket), views, together, world_size) for bucket in known)
     collectives = totals(views, together.collectives, world_size)
     split = mean([rank.split for rank in ranks])
     on_device, *idle_times = zip(*(astuple(one.idle) for one in views), strict=True)
@@ -88,12 +86,6 @@ def _last_of(values: Floats) -> Floats:
         return np.nanmax(values, axis=0)
 
 
-def _bucket_reports(views: list[RankView], together: Together, world_size: int | None) -> tuple[BucketReport, ...]:
-    facts = {bucket: fact for one in reversed(views) for bucket, fact in facts_of(one.recording).items()}
-    known = np.flatnonzero(np.isfinite(together.start).any(axis=(0, 1))).tolist()
-    return tuple(_bucket_report(bucket, facts.get(bucket), views, together, world_size) for bucket in known)
-
-
 def _bucket_report(
     bucket: int, fact: Name | None, views: list[RankView], together: Together, world_size: int | None
 ) -> BucketReport:
@@ -106,6 +98,7 @@ def _bucket_report(
     last_rank, last_parameter = _last_arrival(bucket, views, together)
     sent = fact.bytes if fact is not None else _bytes_of_runs(views[0], bucket)
     length = _median(duration) or 0.0
+    exposed = [one.times.exposed[:, bucket] for one in views if bucket < one.times.exposed.shape[1]]
     return BucketReport(
         bucket,
         fact.first if fact else None,
@@ -120,14 +113,8 @@ def _bucket_report(
         max(float(np.median(of_rank)) for of_rank in together.exposed[:, :, bucket]),
         last_rank,
         last_parameter,
-        _mean_exposed(bucket, views),
+        float(sum(of_steps.mean() for of_steps in exposed)) / len(views),
     )
-
-
-def _mean_exposed(bucket: int, views: list[RankView]) -> float:
-    """Over all steps of each rank, as a rank's split is."""
-    own = [one.times.exposed[:, bucket] for one in views if bucket < one.times.exposed.shape[1]]
-    return float(sum(of_steps.mean() for of_steps in own)) / len(views)
 
 
 def _halves(together: Together) -> dict[int, float]:

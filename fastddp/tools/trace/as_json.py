@@ -24,20 +24,12 @@ class NotAReport(TraceError, ValueError):
 
 
 def write_json(path: Path, reports: Sequence[Report]) -> None:
-    """Write the reports to a file, in ASCII.
-
-    Raises:
-        ValueError: a number is not finite, which JSON cannot express.
-    """
+    """Write the reports to a file, in ASCII; ValueError: a number is not finite, which JSON cannot express."""
     _FILE.save(path, {"reports": [asdict(report) for report in reports]})
 
 
 def read_json(path: Path) -> tuple[Report, ...]:
-    """The reports that :func:`write_json` wrote.
-
-    Raises:
-        NotAReport: the file holds something else; the message names file, place and remedy.
-    """
+    """What :func:`write_json` wrote; NotAReport: the file holds something else; it names file, place and remedy."""
     try:
         reports: tuple[Report, ...] = restored(_FILE.load(path).get("reports"), tuple[Report, ...], "reports")
     except Unexpected as error:

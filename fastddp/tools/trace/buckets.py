@@ -76,7 +76,11 @@ def runs_of(recording: Recording, steps: Steps) -> Runs:
     launchers = [names[place] for place in activities.range[chosen]]
     operations = [recording.collectives[about].operation for about in activities.about[chosen]]
     if wrapper_of(recording) == "torch DDP":
-        bucket = _count_in_steps(step, np.array([one == ALL_REDUCE for one in operations], dtype=bool))
+        counts = np.array([one == ALL_REDUCE for one in operations], dtype=bool)
+        bucket = np.full(len(step), NONE)
+        for number in np.unique(step[step != NONE]):
+            own = np.flatnonzero((step == number) & counts)
+            bucket[own] = np.arange(len(own))
     else:
         bucket = np.array([_bucket(name) for name in launchers], dtype=np.int64)
         bucket[bucket >= _number_of_buckets(recording)] = NONE  # PowerSGD's last tick, after all buckets
@@ -129,14 +133,6 @@ def _readies(recording: Recording, steps: Steps) -> dict[tuple[int, int], list[t
     return found
 
 
-def _count_in_steps(step: Integers, counts: NDArray[np.bool_]) -> Integers:
-    bucket = np.full(len(step), NONE)
-    for number in np.unique(step[step != NONE]):
-        own = np.flatnonzero((step == number) & counts)
-        bucket[own] = np.arange(len(own))
-    return bucket
-
-
 def bucket_times(recording: Recording, steps: Steps, clock: DeviceClock, runs: Runs, compute: Floats) -> BucketTimes:
     """For all steps and buckets."""
     count = max(_number_of_buckets(recording), int(runs.bucket.max(initial=NONE)) + 1)
@@ -159,10 +155,7 @@ def bucket_times(recording: Recording, steps: Steps, clock: DeviceClock, runs: R
 
 
 def _complete(ready: Floats, half: Floats, first_launch: Floats, clock: DeviceClock) -> None:
-    """Fill in times without names: a wrapper launches a bucket's collective when its last gradient has come.
-
-    The gradients are assumed to come evenly since the previous bucket was ready.
-    """
+    """Fill in times that no name tells: a bucket leaves with its last gradient, and its gradients come evenly."""
     for place in np.argwhere(np.isnan(ready) & np.isfinite(first_launch)):
         ready[tuple(place)] = clock.done(float(first_launch[tuple(place)]))
     for step, bucket in np.argwhere(np.isnan(half) & np.isfinite(ready)):

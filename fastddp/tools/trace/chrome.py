@@ -30,15 +30,14 @@ BASE = "baseTimeNanoseconds"
 
 
 def read(path: Path, progress: Progress = lambda count: None, step_range: str | None = None) -> Recording:
-    """The recording in a chrome trace.
-
-    A file that ends too early, or is damaged, is read up to there, with a warning.
-
-    Raises:
-        TraceError: it is empty, no JSON, no trace of torch.profiler's, or has no events.
-    """
+    """The recording in a chrome trace, up to where it is damaged; TraceError: it is no trace, or has no events."""
     with path.open("rb") as file:
-        document = _document(path, _bytes_of(path, file, progress))
+        try:
+            document = ChromeDocument(_bytes_of(path, file, progress))
+        except (Damaged, NoTrace) as error:
+            is_json = isinstance(error, NoTrace)
+            what = f"JSON, but no trace: {error}" if is_json else f"no JSON that can be read ({error})"
+            raise TraceError(f"{path} is {what}. {_EXPECTED}") from None
         reader = _Reader(step_range)
         damage = reader.read(document)
     why = f" ({damage})" if damage else ""
@@ -68,15 +67,6 @@ def _bytes_of(path: Path, file: IO[bytes], progress: Progress) -> Callable[[int]
         return data
 
     return read_and_tell
-
-
-def _document(path: Path, read: Callable[[int], bytes]) -> ChromeDocument:
-    try:
-        return ChromeDocument(read)
-    except Damaged as error:
-        raise TraceError(f"{path} is no JSON that can be read ({error}). {_EXPECTED}") from None
-    except NoTrace as error:
-        raise TraceError(f"{path} is JSON, but no trace: {error}. {_EXPECTED}") from None
 
 
 _EXPECTED = (

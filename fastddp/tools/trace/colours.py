@@ -6,9 +6,7 @@ from fastddp.tools.trace.report import What
 
 SPLIT = {"compute": "#4c78a8", "overlapped": "#72a65c", "exposed": "#e8853d", "copy": "#a89f8d", "idle": "#c4c8cd"}
 
-FORWARD = "#b9cbe0"
-COMPUTE = "#8496aa"
-COPY = "#a89f8d"
+FIXED = {"forward": "#b9cbe0", "compute": "#8496aa", "copy": "#a89f8d"}
 NO_BUCKET = "#6e6e78"  # a collective of something else
 
 # Neighbours in this list, which are neighbours in time, differ most.
@@ -26,5 +24,4 @@ def of_bucket(bucket: int | None) -> str:
 
 def of_interval(what: What, bucket: int | None) -> str:
     """Only intervals about a bucket have its colour."""
-    fixed = {"forward": FORWARD, "compute": COMPUTE, "copy": COPY}
-    return fixed.get(what) or of_bucket(bucket)
+    return FIXED.get(what) or of_bucket(bucket)

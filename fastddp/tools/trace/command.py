@@ -61,19 +61,14 @@ def trace(
         reports = read_reports(paths, step_range)
     except TraceError as error:
         raise _refuse(str(error)) from None
+    is_folder = output.endswith(("/", "/.")) or Path(output).name in ("", "..")  # a Path drops "/" and "/." at its end
     console = Console()
     try:  # before it prints: a reader may close the pipe
-        written = [] if no_files else _write(reports, _stem(output))
+        written = [] if no_files else _write(reports, Path(output) / NAME if is_folder else Path(output))
     finally:
         print_reports(reports, console)
     if written:
         console.print(f"Written: {', '.join(map(str, written))}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _stem(output: str) -> Path:
-    """How the names of files begin."""
-    is_folder = output.endswith(("/", "/.")) or Path(output).name in ("", "..")  # a Path drops "/" and "/." at its end
-    return Path(output) / NAME if is_folder else Path(output)
 
 
 def _write(reports: list[Report], output: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from fastddp.tools.trace.grids import Column, Grid, as_change, as_count, as_number
-from fastddp.tools.trace.report import BucketReport, Report, StepMark
+from fastddp.tools.trace.report import Report, StepMark
 from fastddp.tools.trace.wording import (
     PARTS,
     all_steps,
@@ -49,11 +49,7 @@ class Comparison:
 
 
 def compare(reports: Sequence[Report]) -> Comparison:
-    """Compare each run with the first one.
-
-    Raises:
-        ValueError: there are fewer than two.
-    """
+    """Compare each run with the first one; ValueError: there are fewer than two."""
     if len(reports) < 2:
         raise ValueError(f"a comparison needs two runs, and there is {plural(len(reports), 'run')}")
     first, *others = reports
@@ -189,15 +185,21 @@ def _comparing_headline(before: Report, after: Report) -> str:
 def _what_changed(before: Report, after: Report) -> Iterator[str]:
     """Sentences, the most important first."""
     if before.split != after.split:
-        total = in_words(after.split.step - before.split.step)
-        yield f"The difference of {total} consists of {_addends(before, after)}."
+        shown = shown_parts([before.split, after.split]).items()
+        changes = [(getattr(after.split, field) - getattr(before.split, field), name) for field, name in shown]
+        changes.sort(key=lambda change: -abs(change[0]))
+        addends = ", ".join(f"{name} {in_words(value)}" for value, name in changes)
+        yield f"The difference of {in_words(after.split.step - before.split.step)} consists of {addends}."
     if before.split.communication and after.split.communication:
         yield (
             f"{percent(after.split.overlapped, after.split.communication)} of communication is hidden behind compute, "
             f"instead of {percent(before.split.overlapped, before.split.communication)}."
         )
-    if pair := _most_changed(before, after):
-        then, now = pair
+    of_after = {bucket.bucket: bucket for bucket in after.buckets}
+    pairs = [(bucket, of_after[bucket.bucket]) for bucket in before.buckets if bucket.bucket in of_after]
+    changed = [pair for pair in pairs if pair[0].exposed != pair[1].exposed]
+    if changed:
+        then, now = max(changed, key=lambda pair: abs(pair[1].exposed - pair[0].exposed))
         exposed = f"{ms(now.exposed)} instead of {ms(then.exposed)}"
         yield f"The bucket whose exposed time changed most is {then.bucket}: {exposed}."
     yield from _circumstances(before, after)
@@ -210,22 +212,6 @@ def _doubt(before: Report, after: Report) -> str:
         return ""
     apart = quantile(some, 0.75) < quantile(others, 0.25) or quantile(others, 0.75) < quantile(some, 0.25)
     return "" if apart else ", which is no more than steps of one run differ"
-
-
-def _addends(before: Report, after: Report) -> str:
-    """The changes of the parts, which add up to that of the step, the largest first."""
-    shown = shown_parts([before.split, after.split])
-    changes = [(getattr(after.split, field) - getattr(before.split, field), name) for field, name in shown.items()]
-    changes.sort(key=lambda change: -abs(change[0]))
-    return ", ".join(f"{name} {in_words(value)}" for value, name in changes)
-
-
-def _most_changed(before: Report, after: Report) -> tuple[BucketReport, BucketReport] | None:
-    """The bucket, then and now, whose exposed time changed most; None if none changed."""
-    now = {bucket.bucket: bucket for bucket in after.buckets}
-    pairs = [(bucket, now[bucket.bucket]) for bucket in before.buckets if bucket.bucket in now]
-    changed = [pair for pair in pairs if pair[0].exposed != pair[1].exposed]
-    return max(changed, key=lambda pair: abs(pair[1].exposed - pair[0].exposed), default=None)
 
 
 def _circumstances(before: Report, after: Report) -> Iterator[str]:

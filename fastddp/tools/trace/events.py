@@ -126,12 +126,7 @@ def _number(text: str) -> int | float:
 
 
 class ChromeDocument:
-    """A chrome trace: an object with a list of events in it, or that list alone; ``read``: as in :class:`_Scanner`.
-
-    Raises:
-        Damaged: it is no JSON.
-        NoTrace: it is JSON without events.
-    """
+    """A chrome trace, an object or a list; Damaged: it is no JSON; NoTrace: it is JSON without events."""
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._scanner = _Scanner(read)
@@ -161,11 +156,7 @@ class ChromeDocument:
         return False
 
     def events(self) -> Iterator[Any]:
-        """All events, once.
-
-        Raises:
-            Damaged: the text cannot be read further.
-        """
+        """All events, once; Damaged: the text cannot be read further."""
         scanner = self._scanner
         while not scanner.takes("]"):
             yield scanner.value()

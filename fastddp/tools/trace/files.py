@@ -25,13 +25,7 @@ class Run:
 
 
 def find_inputs(paths: Sequence[Path]) -> list[Run | Path]:
-    """Runs, and files of :mod:`fastddp.tools.trace.as_json`, in the order in which they are named.
-
-    Each folder is a run; all traces named one by one are one run.
-
-    Raises:
-        TraceError: a path does not exist, or a folder has no traces.
-    """
+    """Runs (a folder each; loose traces are one) and files of reports; TraceError: a path has no traces."""
     for path in paths:
         if not path.exists():
             raise TraceError(f"{path} does not exist.")
@@ -76,16 +70,7 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
 
 
 def read(path: Path, progress: Progress = lambda count: None, step_range: str | None = None) -> list[Recording]:
-    """What a file holds: one rank's recording, or several.
-
-    Args:
-        path: the file.
-        progress: is told how many of its bytes have been read, if known.
-        step_range: ranges whose names begin like this are read, besides the known ones.
-
-    Raises:
-        TraceError: it is no trace, or cannot be read.
-    """
+    """The recordings in a file; ``progress``: is told bytes; TraceError: it is no trace, or cannot be read."""
     from fastddp.tools.trace import nsight
 
     if holds_reports(path):

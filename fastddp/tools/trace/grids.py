@@ -39,11 +39,6 @@ def as_change(value: float) -> str:
     return shown[1:] if shown[1:] == "0.00" else shown
 
 
-def as_size(value: float) -> str:
-    """A mean of numbers of bytes."""
-    return size(round(value))
-
-
 def as_count(value: float) -> str:
     """A mean of numbers of things."""
     return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
@@ -133,7 +128,7 @@ COLLECTIVES: dict[Column, Callable[[CollectiveReport], Any]] = {
     Column("count", as_count): lambda one: one.count,
     Column("total, ms", as_number): lambda one: one.total,
     Column("median, ms", as_number): lambda one: one.median,
-    Column("bytes", as_size): lambda one: one.bytes,
+    Column("bytes", lambda value: size(round(value))): lambda one: one.bytes,
     Column("bus, GB/s", as_number): lambda one: one.bus_gb_per_s,
     Column("exposed, ms", as_number): lambda one: one.exposed,
 }

@@ -67,10 +67,7 @@ def length_between(intervals: Floats, starts: Floats, ends: Floats) -> Floats:
 
 
 def open_between(intervals: Floats, edges: Floats) -> tuple[Floats, Integers]:
-    """Sorted moments, and how many intervals are open from each to the next.
-
-    The moments are both ends of all intervals, which may overlap, and ``edges``.
-    """
+    """Sorted moments (both ends of intervals, and ``edges``), and how many intervals are open after each."""
     moments = np.unique(np.concatenate([intervals.ravel(), edges]))
     begun = np.searchsorted(np.sort(intervals[:, 0]), moments[:-1], side="right")
     ended = np.searchsorted(np.sort(intervals[:, 1]), moments[:-1], side="right")

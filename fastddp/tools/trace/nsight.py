@@ -40,11 +40,7 @@ AGAIN = "Profile again with --cuda-graph-trace=node."
 
 
 def read(path: Path, step_range: str | None = None) -> list[Recording]:
-    """A recording of each process that a GPU worked for, by process id.
-
-    Raises:
-        TraceError: the file is damaged, is no export of Nsight Systems, or has nothing that a GPU did.
-    """
+    """A recording of each process that a GPU worked for; TraceError: the file is no good export, or has none."""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
             # Names of a script's ranges need not be UTF-8.
@@ -58,11 +54,7 @@ def read(path: Path, step_range: str | None = None) -> list[Recording]:
 
 
 def read_report(path: Path, step_range: str | None = None) -> list[Recording]:
-    """As :func:`read`, for a report, which is first exported into a temporary folder.
-
-    Raises:
-        TraceError: nsys is not installed here, or fails.
-    """
+    """As :func:`read`, for a report, which is exported first; TraceError: nsys is not installed, or fails."""
     nsys = shutil.which("nsys")
     if nsys is None:
         raise TraceError(

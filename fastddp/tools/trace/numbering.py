@@ -21,11 +21,7 @@ Numbered = tuple[list[tuple[int, Recording]], tuple[str, ...]]
 
 
 def number(recordings: Sequence[Recording]) -> Numbered:
-    """Recordings by rank, and notes on what was guessed, and left out.
-
-    Raises:
-        TraceError: two are of one rank, or made by different recorders.
-    """
+    """Recordings by rank, and notes; TraceError: two are of one rank, or made by different recorders."""
     recorders = {recording.recorder for recording in recordings}
     if len(recorders) > 1:
         raise TraceError(
@@ -35,8 +31,10 @@ def number(recordings: Sequence[Recording]) -> Numbered:
     kept, notes = _without_helpers(recordings)
     if all(recording.rank is not None for recording in kept):
         return _by_rank(kept), notes
-    by_name = [_rank_in(recording.source) for recording in kept]
-    if None in by_name or len(set(by_name)) < len(kept):
+    # 12 of ``rank12.sqlite``, if the name has one number.
+    found = [RANK.findall(Path(recording.source).name) for recording in kept]
+    by_name = [int(one) for numbers in found if len(numbers) == 1 for one in numbers]
+    if len(set(by_name)) < len(kept):
         return list(enumerate(kept)), (*notes, BY_ORDER)
     named = [replace(recording, rank=rank) for recording, rank in zip(kept, by_name, strict=True)]
     return _by_rank(named), (*notes, BY_NAME)
@@ -59,12 +57,6 @@ def _trains(recording: Recording) -> bool:
     # A data loader has ranges of loading only; a rank has others too.
     marks = recording.rank is not None or any(not range_.text.startswith(LOADER) for range_ in recording.ranges)
     return marks or bool(recording.activities.of("collective").any())
-
-
-def _rank_in(source: str) -> int | None:
-    """12 of ``rank12.sqlite``; None if the name has no number, or two."""
-    found = RANK.findall(Path(source).name)
-    return int(found[0]) if len(found) == 1 else None
 
 
 def _by_rank(recordings: Sequence[Recording]) -> list[tuple[int, Recording]]:

@@ -10,12 +10,11 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
@@ -24,24 +23,19 @@ from fastddp.tools.trace.comparison import compare
 from fastddp.tools.trace.figures import split_figure, timeline_figure
 from fastddp.tools.trace.grids import bucket_grid, collective_grid, rank_grid
 from fastddp.tools.trace.report import Report, What
-from fastddp.tools.trace.thinning import Thinned, thin
+from fastddp.tools.trace.thinning import thin
 from fastddp.tools.trace.wording import DEFINITIONS, headline, ms, printable, setting, shown_parts, unbroken
 
 MOST_BARS = 4_000  # of a timeline; with more, zooming is slow
 MOST_BARS_OF_A_PAGE = 60_000  # of all its timelines; a bar takes some 200 bytes
 FEWEST_BARS = 500  # of a timeline, however many there are
 
-Legend = list[tuple[str, str, str]]  # name, colour, class
 OF_TIMELINES: tuple[What, ...] = ("forward", "compute", "copy", "collective", "pack", "unpack", "wait")
 PATTERNS: dict[What, str] = {"pack": "striped", "unpack": "striped back", "wait": "dotted"}
 
 
 def write_page(path: Path, reports: Sequence[Report]) -> None:
-    """Write the page about one run, or about several, which are compared with the first.
-
-    Raises:
-        ValueError: there is no report.
-    """
+    """Write the page about one run, or several, compared with the first; ValueError: there is no report."""
     path.write_bytes(page(reports).encode())
 
 
@@ -63,14 +57,21 @@ def page(reports: Sequence[Report]) -> str:
         for report, of_report in zip(reports, names, strict=True)
     ]
     plotly_js, script = get_plotlyjs(), _resource("page.js")
-    return _template().render(
+    hashes = (base64.b64encode(hashlib.sha256(of.encode()).digest()).decode() for of in (plotly_js, script))
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    splits = [split for report in reports for split in (report.split, *(rank.split for rank in report.ranks))]
+    drawn = {interval.what for report in reports for timeline in report.timelines for interval in timeline.intervals}
+    # Escapes everything except Markup.
+    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_clean)
+    return environment.from_string(_resource("page.html")).render(
         title=", ".join(report.name for report in reports),
         headline=" ".join(change.headline for change in comparison.changes) if comparison else headline(reports[0]),
         comparison=comparison,
         reports=reports,
         runs=runs,
-        split_legend=_split_legend(reports),
-        timeline_legend=_timeline_legend(reports),
+        # Legends: name, colour, class.
+        split_legend=[(name, colours.SPLIT[field], "") for field, name in shown_parts(splits).items()],
+        timeline_legend=[(w, colours.of_interval(w, 0), PATTERNS.get(w, "")) for w in OF_TIMELINES if w in drawn],
         definitions=DEFINITIONS,
         headline_of=headline,
         setting=setting,
@@ -80,7 +81,7 @@ def page(reports: Sequence[Report]) -> str:
         style=Markup(_resource("page.css")),
         plotly=Markup(plotly_js),
         script=Markup(script),
-        policy=_policy(plotly_js, script),
+        policy=f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:",
     )
 
 
@@ -97,39 +98,11 @@ def _figures(reports: Sequence[Report]) -> tuple[dict[str, dict[str, Any]], list
         for timeline in report.timelines:
             thinned = thin(timeline, most)
             name = f"timeline-{number}-{len(names[number])}"
-            figures[name] = {"figure": timeline_figure(thinned.timeline, buckets, length), "caption": _caption(thinned)}
+            text = f"Step {timeline.step} of rank {timeline.rank}, {ms(timeline.length)}."
+            caption = f"{text} {thinned.note}" if thinned.note else text
+            figures[name] = {"figure": timeline_figure(thinned.timeline, buckets, length), "caption": caption}
             names[number].append((name, timeline.rank))
     return figures, names
-
-
-def _caption(thinned: Thinned) -> str:
-    timeline = thinned.timeline
-    text = f"Step {timeline.step} of rank {timeline.rank}, {ms(timeline.length)}."
-    return f"{text} {thinned.note}" if thinned.note else text
-
-
-def _split_legend(reports: Sequence[Report]) -> Legend:
-    splits = [split for report in reports for split in (report.split, *(rank.split for rank in report.ranks))]
-    return [(name, colours.SPLIT[field], "") for field, name in shown_parts(splits).items()]
-
-
-def _timeline_legend(reports: Sequence[Report]) -> Legend:
-    found = {interval.what for report in reports for timeline in report.timelines for interval in timeline.intervals}
-    return [(what, colours.of_interval(what, 0), PATTERNS.get(what, "")) for what in OF_TIMELINES if what in found]
-
-
-def _policy(*scripts: str) -> str:
-    """What a browser may do: draw, and run these scripts."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
-
-
-@cache
-def _template() -> Template:
-    """The page's template. It escapes everything except Markup."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_clean)
-    return environment.from_string(_resource("page.html"))
 
 
 def _clean(value: object) -> object:

@@ -28,11 +28,7 @@ NARROWEST_NUMBER = 0.018  # share of the axis that a bucket's number needs
 
 
 def write_picture(path: Path, reports: Sequence[Report]) -> None:
-    """Write the picture. If there are several reports, each is compared with the first.
-
-    Raises:
-        ValueError: there is no report.
-    """
+    """Write the picture of runs, compared with the first; ValueError: there is no report."""
     if not reports:
         raise ValueError("a picture needs a report, and there is none")
     # Names may have dollar signs, between which matplotlib would look for formulas.

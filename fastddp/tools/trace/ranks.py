@@ -81,8 +81,9 @@ def bring_together(views: list[RankView]) -> Together:
     collectives = replace(collectives, start=collectives.start + aligned, end=collectives.end + aligned)
 
     def stacked(field: str, unknown: float | None = np.nan) -> np.ndarray:
-        pairs = zip(views, chosen, strict=True)
-        return np.stack([_widened(getattr(other.times, field)[own], buckets, unknown) for other, own in pairs])
+        found = [getattr(other.times, field)[own] for other, own in zip(views, chosen, strict=True)]
+        missing = [((0, 0), (0, buckets - values.shape[1])) for values in found]  # buckets that a rank does not have
+        return np.stack([np.pad(one, of, constant_values=unknown) for one, of in zip(found, missing, strict=True)])  # type: ignore[arg-type]
 
     begin = np.stack([other.steps.start[own] for other, own in zip(views, chosen, strict=True)])
     start, end, ready, half = (stacked(field) + aligned[:, None] for field in ("start", "end", "ready", "half"))
@@ -98,11 +99,6 @@ def bring_together(views: list[RankView]) -> Together:
         tuple(other.compute + shift for other, shift in zip(views, shifts, strict=True)),
         notes,
     )
-
-
-def _widened(values: np.ndarray, buckets: int, unknown: float | None) -> np.ndarray:
-    """With columns for buckets that this rank does not have."""
-    return np.pad(values, ((0, 0), (0, buckets - values.shape[1])), constant_values=unknown)  # type: ignore[arg-type]
 
 
 def _matching_steps(views: list[RankView], shifts: list[float] | None) -> list[Integers]:
@@ -121,10 +117,7 @@ def _matching_steps(views: list[RankView], shifts: list[float] | None) -> list[I
 
 
 def _shifts_by_ends(ends: Floats) -> list[float]:
-    """What to add to each rank's times, so that collectives end everywhere at once.
-
-    A rank that shares no process group with the first is aligned with one that is aligned already.
-    """
+    """What to add to each rank's times so that collectives end at once, also through ranks that share no group."""
     shifts: dict[int, float] = {0: 0.0}
     while True:
         for rank in set(range(len(ends))) - shifts.keys():

@@ -17,11 +17,7 @@ from fastddp.tools.trace.report import Report
 
 
 def read_reports(paths: Sequence[Path], step_range: str | None = None) -> list[Report]:
-    """A report of each run, and the reports in files of reports; no two have the same name.
-
-    Raises:
-        TraceError: something is neither a trace nor a report.
-    """
+    """A report of each run, each with its own name; TraceError: something is neither a trace nor a report."""
     reports: list[Report] = []
     for found in find_inputs(paths):
         if isinstance(found, Run):

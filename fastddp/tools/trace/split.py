@@ -13,11 +13,7 @@ from fastddp.tools.trace.steps import Steps
 
 
 def compute_of(recording: Recording) -> Floats:
-    """All moments in which something is computed.
-
-    A thread that waits for a collective, launches one, or runs one (gloo's) computes nothing, whatever operator it is
-    in.
-    """
+    """All moments of compute; a thread that launches, runs or awaits a collective computes nothing."""
     activities = recording.activities
     by_lane = []
     for lane in np.unique(activities.lane).tolist():

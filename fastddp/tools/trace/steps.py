@@ -43,10 +43,7 @@ class Steps:
         return None if index == NONE else int(index)
 
     def that_launched(self, launched: Floats, start: Floats) -> Integers:
-        """Indices of the steps that activities belong to; NONE: none.
-
-        A collective may run in a later step than its launch. If the time of the launch is known, it decides.
-        """
+        """Indices of the steps of activities, by launch if known, as one may run in a later step; NONE: none."""
         by_host = _places(self.host_start, self.host_end, launched)
         return np.where(np.isfinite(launched), by_host, _places(self.start, self.end, start))
 
@@ -73,7 +70,7 @@ class DeviceClock:
         self._behind = recording.on_device and bool(main.any())
         by_launch = np.flatnonzero(main)[np.argsort(activities.launched[main], kind="stable")]
         self._launched = activities.launched[by_launch]
-        self._next_start = _suffix_minimum(activities.start[by_launch])
+        self._next_start = np.minimum.accumulate(activities.start[by_launch][::-1])[::-1]
         # fastddp's kernels may wait for collectives on their own streams, so they say nothing about backward.
         computes = (known & activities.of("compute")) | (main & activities.of("copy"))
         backward = np.flatnonzero(computes)[np.argsort(activities.launched[computes], kind="stable")]
@@ -103,18 +100,12 @@ def _main_stream(recording: Recording) -> int:
     return int(busy.argmax()) if busy.size else NONE
 
 
-def _suffix_minimum(values: Floats) -> Floats:
-    return np.minimum.accumulate(values[::-1])[::-1]
-
-
 def find_steps(recording: Recording, clock: DeviceClock, step_range: str | None = None) -> Steps:
     """Steps by the first of these marks in a trace: ``ProfilerStep#``, ``fastddp.step``, forwards of the wrapper.
 
     The profiler's steps are the user's. By the other marks, a step lasts from one moment to the next. What lies before
     the first moment and after the last is left out. The user's own ranges come before all marks (``step_range``).
-
-    Raises:
-        TraceError: there is no such range.
+    TraceError: there is no such range.
     """
     if step_range is not None:
         return _own(step_range, recording, clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -54,12 +53,11 @@ def merge(timeline: Timeline, pixel: float) -> Thinned:
     short.sort(key=lambda interval: (interval.lane, interval.what, interval.start))
     for _, of_pixel in groupby(short, lambda interval: (interval.lane, interval.what, interval.start // pixel)):
         run = list(of_pixel)
-        drawn.append(run[0] if len(run) == 1 else _one(run))
-        merged += len(run) if len(run) > 1 else 0
+        if len(run) == 1:
+            drawn += run
+            continue
+        longest = max(run, key=lambda interval: interval.end - interval.start)
+        name = f"{len(run):,} short ones, the longest: {shortened(longest.name, 80)}"
+        drawn.append(replace(run[0], end=max(interval.end for interval in run), name=name, bucket=None))
+        merged += len(run)
     return Thinned(replace(timeline, intervals=tuple(drawn)), merged, pixel)
-
-
-def _one(run: Sequence[Interval]) -> Interval:
-    longest = max(run, key=lambda interval: interval.end - interval.start)
-    name = f"{len(run):,} short ones, the longest: {shortened(longest.name, 80)}"
-    return Interval(run[0].lane, run[0].start, max(interval.end for interval in run), run[0].what, name)

@@ -21,8 +21,13 @@ def totals(views: Sequence[RankView], matched: Matched, world_size: int | None) 
         for view in views
         for kind, of_bucket in zip(view.runs.kind, view.runs.bucket != NONE, strict=True)
     }
-    pairs = zip(views, _travelling(views, matched), strict=True)
-    speeds = [_speeds(view, travelling, world_size) for view, travelling in pairs]
+    # How long each run went on after the last rank had joined: the shortest time of any rank.
+    travelling = [view.runs.end - view.runs.start for view in views]
+    if matched.run.shape[1]:
+        shortest = np.nanmin(matched.end - matched.start, axis=0)
+        for own, run in zip(travelling, matched.run, strict=True):
+            own[run[run != NONE]] = shortest[run != NONE]
+    speeds = [_speeds(view, own, world_size) for view, own in zip(views, travelling, strict=True)]
     found = [_total(kind, of_buckets, views, speeds) for kind, of_buckets in kinds]
     return tuple(sorted((one for one in found if one), key=lambda one: (-one.exposed, -one.total, one.kind)))
 
@@ -70,16 +75,6 @@ def _exposed(view: RankView, kind: str, of_buckets: bool, own: np.ndarray) -> fl
     counts = np.bincount(view.runs.bucket[own], minlength=buckets)
     all_counts = np.bincount(view.runs.bucket[in_steps], minlength=buckets)
     return float((view.times.exposed.mean(axis=0) * counts / np.maximum(all_counts, 1)).sum())
-
-
-def _travelling(views: Sequence[RankView], matched: Matched) -> list[Floats]:
-    """How long each run of each rank went on after the last rank had joined: the shortest time of any rank."""
-    found = [view.runs.end - view.runs.start for view in views]
-    if matched.run.shape[1]:
-        shortest = np.nanmin(matched.end - matched.start, axis=0)
-        for own, run in zip(found, matched.run, strict=True):
-            own[run[run != NONE]] = shortest[run != NONE]
-    return found
 
 
 def _speeds(view: RankView, travelling: Floats, world_size: int | None) -> Floats:
