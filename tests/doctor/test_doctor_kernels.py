@@ -64,26 +64,6 @@ def test_a_gpu_runs_the_compiled_kernels_and_one_before_ampere_operators(
     assert checks == [KernelCheck("simulated:0", what, made_of) for what in WHAT]
 
 
-def sums_that_nobody_tries(rank: int) -> list[KernelCheck]:
-    fake_cuda.schedule("in_order")
-    others = ("_pack", "_low_rank", "_block8")
-    with (
-        mock.patch.multiple(kernel_checks, **dict.fromkeys(others, lambda *arguments: iter(()))),
-        mock.patch("fastddp.kernel_loading.proofs.prove"),
-        mock.patch("fastddp.kernel_loading.proofs.proof_of", return_value=None),
-    ):
-        return check_kernels(torch.device(fake_cuda.DEVICE, 0))[-1:]
-
-
-@pytest.mark.tier("slow")
-def test_operators_in_place_of_kernels_that_a_gpu_should_have_are_wrong(fresh: RankPool) -> None:
-    ((sums,),) = fresh.run(sums_that_nobody_tries, 1, time_limit=300)
-    assert sums.made_of == "torch's operators"
-    assert sums.given_up == tuple(
-        f"for sums of {dtype}: it could not be tried, or was given up before" for dtype in ("float16", "bfloat16")
-    )
-
-
 @pytest.mark.parametrize(
     "check",
     [
@@ -177,20 +157,6 @@ def test_a_wrong_step_of_power_sgd_or_a_wrong_bit_of_8_bits_is_found_alone(
     found, other = (block8, low_rank) if value is None else (low_rank, block8)
     assert [what.startswith(step) for what in found] == [True] * count
     assert pack == other == sums == []
-
-
-@pytest.mark.tier("slow")
-def test_a_wrong_sum_of_16_bits_is_found_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    sum_shards = _C.sum_shards
-
-    def spoil(shards: Tensor, target: Tensor, trial: bool) -> None:
-        sum_shards(shards, target, trial)
-        target.view(torch.int16)[-1] ^= 1
-
-    monkeypatch.setattr(_C, "sum_shards", spoil)
-    *others, sums = check_kernels(CPU)
-    assert [check.wrong for check in others] == [(), (), ()]
-    assert whats(sums) == ["sums of float16", "sums of bfloat16"]
 
 
 def test_what_is_raised_is_a_finding() -> None:

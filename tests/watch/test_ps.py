@@ -143,18 +143,6 @@ def test_processes_that_share_a_model_are_a_job() -> None:
     assert "1 of 2 ranks" in printing.heading(jobs[2])
 
 
-def test_what_is_left_of_processes_that_are_gone_shares_a_line() -> None:
-    gone = replace(AT_REST, process="gone", started=1.0)
-    ranks = (gone, replace(gone, job=78, pid=1, started=2.0), replace(AT_REST, job=79, pid=2, started=3.0))
-    spoilt = (live.Unreadable(1, "gone", "of version 5", "a"), live.Unreadable(2, "runs", "of version 4", "b"))
-    for with_gone in (False, True):
-        out = rendered(*ranks, unreadable=spoilt, with_gone=with_gone)
-        assert "of version 4" in out
-        assert (out.count("steps/s"), "of version 5" in out) == ((3, True) if with_gone else (1, False))
-        for folded in ("2 jobs that ended in haste (train.py)", "1 status file"):
-            assert (folded in out) == (not with_gone)
-
-
 def test_a_table_fits_80_columns_and_shows_names_as_they_are() -> None:
     long = "encoder.layer.11.attention.output.dense.weight"
     rank = replace(AT_REST, pid=3048211, step=101204, last_parameter=long, bucket=2, missing=(long,), seconds=11100)

@@ -157,14 +157,6 @@ def test_a_rank_without_times_is_left_out() -> None:
     assert found.step == 10 * SAMPLES + 1
 
 
-def test_ranks_are_told_as_they_were_in_the_last_sample() -> None:
-    found = history([rows(7, {1: {"hook": 12.0}}, ranks=3)])
-    assert found.step == 8
-    assert [(rank.rank, rank.late, rank.exposed) for rank in found.ranks] == [(0, 0, 16), (1, 12, 4), (2, 0, 16)]
-    assert {phase: getattr(found.ranks[1], phase) for phase in PHASES} == {**OWN, "hook": 15}
-    assert not history(same({}, ranks=1)).ranks
-
-
 def test_a_report_has_the_lateness_of_all_ranks_and_prometheus_has_it_once_in_a_job() -> None:
     found = history(same({1: {"backward": 25.0}}, ranks=2))
     first, second = (StepReport(Split(60, 10, 20, 0), 10.0, (), found.ranks, found.delays, rank) for rank in range(2))
