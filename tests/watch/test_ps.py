@@ -119,10 +119,10 @@ def test_who_stands_out_is_coloured(changes: dict[str, Any], concern: str | None
     assert ("--remove-gone" in out) == (concern == "gone")
 
 
-def rendered(*ranks: live.LiveRank, width: int = 200, color: bool = False, **how: Any) -> str:
+def rendered(*ranks: live.LiveRank, width: int = 200, color: bool = False, unreadable: Any = (), **how: Any) -> str:
     console = Console(width=width, force_terminal=color, color_system="standard" if color else None)
     with console.capture() as capture:
-        console.print(printing.page(live.Node(ranks, how.pop("unreadable", ())), **how))
+        console.print(printing.page(live.Node(ranks, unreadable), **how))
     return capture.get()
 
 
@@ -141,6 +141,18 @@ def test_processes_that_share_a_model_are_a_job() -> None:
     for part in ("train.py", "2 of 2 ranks on node", "step 5 to 6"):
         assert part in said
     assert "1 of 2 ranks" in printing.heading(jobs[2])
+
+
+def test_what_is_left_of_processes_that_are_gone_shares_a_line() -> None:
+    gone = replace(AT_REST, process="gone", started=1.0)
+    ranks = (gone, replace(gone, job=78, pid=1, started=2.0), replace(AT_REST, job=79, pid=2, started=3.0))
+    spoilt = (live.Unreadable(1, "gone", "of version 5", "a"), live.Unreadable(2, "runs", "of version 4", "b"))
+    for with_gone in (False, True):
+        out = rendered(*ranks, unreadable=spoilt, with_gone=with_gone)
+        assert "of version 4" in out
+        assert (out.count("steps/s"), "of version 5" in out) == ((3, True) if with_gone else (1, False))
+        for folded in ("2 jobs that ended in haste (train.py)", "1 status file"):
+            assert (folded in out) == (not with_gone)
 
 
 def test_a_table_fits_80_columns_and_shows_names_as_they_are() -> None:
