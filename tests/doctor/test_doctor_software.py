@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,12 +41,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_command(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    code = f"sys.path.insert(0, {str(folder)!r}); from fastddp_command import main; main()"
-    status, out, errors = run_python(code, *arguments)
-    return status, " ".join(out.split()), errors
-
-
 def run_python(code: str, *arguments: str) -> tuple[int, str, str]:
     # What is installed in place would be found for what the copy lacks.
     code = f"import sys; sys.meta_path = [finder for finder in sys.meta_path if 'Editable' not in repr(finder)]; {code}"
@@ -56,57 +48,33 @@ def run_python(code: str, *arguments: str) -> tuple[int, str, str]:
     return ended.returncode, ended.stdout, ended.stderr
 
 
-SPOILT = {
-    "for another torch": ("_build_info.py", b"torch_version = '2.99.0'\n", "built for torch 2.99.0, but"),
-    "no library": ("_C*.so", b"not a library", "fastddp._C does not import: "),
-    "never built": ("_C*.so", None, "not been built."),
-}
-
-
-@contextmanager
-def spoilt(copy: Path, how: str) -> Iterator[None]:
-    pattern, content, _ = SPOILT[how]
+@pytest.mark.tier("slow")
+@pytest.mark.parametrize(
+    ("pattern", "content", "words"),
+    [
+        ("_build_info.py", b"torch_version = '2.99.0'\n", "built for torch 2.99.0, but"),
+        ("_C*.so", b"not a library", "fastddp._C does not import: "),
+    ],
+)
+def test_an_extension_that_is_of_no_use_is_wrong_and_the_rest_is_checked(
+    copy: Path, pattern: str, content: bytes, words: str
+) -> None:
     (file,) = (copy / "fastddp").glob(pattern)
     before = file.read_bytes()
     file.unlink()
-    if content is not None:
-        file.write_bytes(content)
-    yield
+    file.write_bytes(content)
+    status, out, errors = run_python(
+        f"sys.path.insert(0, {str(copy)!r}); from fastddp_command import main; main()", "doctor"
+    )
+    out = " ".join(out.split())
+    imported = run_python(f"sys.path.insert(0, {str(copy)!r}); import fastddp")
     file.write_bytes(before)
-
-
-@pytest.mark.tier("nightly", but_one_in=3)
-@pytest.mark.tier("slow")
-@pytest.mark.parametrize("how", SPOILT)
-def test_an_extension_that_is_of_no_use_is_wrong_and_the_rest_is_checked(copy: Path, how: str) -> None:
-    with spoilt(copy, how):
-        status, out, errors = run_command(copy, "doctor")
-        imported = run_python(f"sys.path.insert(0, {str(copy)!r}); import fastddp")
     assert (status, errors) == (1, "")
     assert "WRONG fastddp._C: " in out
-    assert SPOILT[how][2] in out
+    assert words in out
     assert "pip install --no-build-isolation" in out
     assert "Kernels" not in out
     assert "ImportError" in imported[2]  # everywhere else it is an error as ever
-
-
-@pytest.mark.tier("slow")
-def test_what_needs_the_extension_raises_the_error_of_the_import(copy: Path) -> None:
-    code = f"""
-sys.path.insert(0, {str(copy)!r})
-import fastddp_command
-fastddp_command._import_lazily()
-import fastddp, fastddp.tools.doctor.software
-for ask in (lambda: fastddp.DistributedDataParallel, lambda: __import__("fastddp.kernel_loading.launching")):
-    try:
-        ask()
-    except ImportError as error:
-        print("built for torch 2.99.0" in str(error))
-print(hasattr(fastddp, "__wrapped__"))
-"""
-    with spoilt(copy, "for another torch"):
-        _, out, _ = run_python(code)
-    assert out.splitlines() == ["True", "True", "False"]
 
 
 def test_help_and_ps_do_without_torch() -> None:

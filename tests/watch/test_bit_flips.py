@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -13,43 +11,15 @@ import torch.distributed as dist
 import fastddp
 from fastddp import Corruption, comm_hooks
 from on_ranks import of_ranks, on_ranks
-from ranks import RankPool
 from repository import ROOT
 
 # Only while bench is imported: with the root there for good, kernels/ could shadow the package of that name on PyPI.
 sys.path.append(str(ROOT))
 
-from bench.bit_flips import flips
 from bench.bit_flips.flipping import Damage, Flipping
-from bench.bit_flips.flips import Flip
-from bench.bit_flips.judging import Outcome, Runs
-from bench.bit_flips.training import PARAMETERS, Net, travel_over
+from bench.bit_flips.training import Net, travel_over
 
 sys.path.pop()
-
-
-def outcome(rank: int, flip: Flip) -> Outcome:
-    """Of a run that was silent without its flip, or this raises."""
-    return Runs().outcome(flip)
-
-
-def selection() -> Iterator[Any]:
-    """Of all flips of the bench, so many of each target that there are about fifty."""
-    drawn = list(flips.all_flips(flips.TARGETS, (2, 3, 4), PARAMETERS, seed=1))
-    for flip in drawn[::11]:
-        name = f"{flip.target.name}-{flip.precision.name}-{flip.bit}-{flip.ranks}".replace(", ", "-").replace(" ", "-")
-        yield pytest.param(flip, id=name)
-
-
-@pytest.mark.tier("nightly")
-@pytest.mark.parametrize("flip", list(selection()))
-def test_what_has_to_be_found_is(ranks: RankPool, flip: Flip) -> None:
-    found, *_ = ranks.run(outcome, flip.ranks, flip)
-    assert found.is_as_promised(), found
-    target = flip.target
-    if found.found_by == "replicas":
-        assert target.makes_ranks_differ
-        assert found.parameter_named, found
 
 
 @pytest.mark.parametrize("casts", [False, True])

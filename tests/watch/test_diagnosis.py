@@ -60,7 +60,6 @@ AHEAD = [elsewhere(rank, "after_optimizer", bucket=1, device="waits") for rank i
         ([*WAIT, elsewhere(2, "forward", life="stopped")], [("stopped", [2])]),
         ([*WAIT, elsewhere(2, "forward", life="uninterruptible")], [("uninterruptible", [2])]),
         ([*WAIT, elsewhere(2, "after_optimizer")], [("outside", [2])]),
-        ([*WAIT, elsewhere(2, "nothing", windows=0)], [("outside", [2])]),
         ([*WAIT, elsewhere(2, "forward")], [("forward", [2])]),
         ([*WAIT, elsewhere(2, "after_forward")], [("loss", [2])]),
         ([*WAIT, elsewhere(2, "tick", user_code=1, bucket=0)], [("hook", [2])]),
@@ -69,13 +68,10 @@ AHEAD = [elsewhere(rank, "after_optimizer", bucket=1, device="waits") for rank i
         ([*WAIT, elsewhere(2, "after_backward")], [("after_backward", [2])]),
         ([*WAIT, elsewhere(2, "optimizer", windows=7)], [("optimizer", [2])]),
         ([*WAIT, elsewhere(2, "backward", still=0.2)], [("slow", [2])]),
-        ([*WAIT, elsewhere(2, "forward", life="unknown")], [("forward", [2])]),
-        ([*WAIT, elsewhere(2, "forward", life="uninterruptible", still=0.1)], [("slow", [2])]),
         # Of several causes those that explain the others.
         ([*WAIT, record(2, life="stopped")], [("stopped", [2])]),  # a cause too, though it was waiting
         ([*WAIT, elsewhere(2, "forward"), GONE], [("gone", [3]), ("forward", [2])]),  # the worse one first
         ([*WAIT, GOES_ON, GONE], [("gone", [3])]),  # who goes on is not named beside one that does not
-        ([*WAIT, RAISED, GONE], [("gone", [3])]),
         ([*WAIT, RAISED], [("after_backward", [2])]),
         ([*WAIT, elsewhere(2, "forward"), elsewhere(3, "forward")], [("forward", [2, 3])]),
         # Who has ended because of another one is not named.
@@ -83,22 +79,17 @@ AHEAD = [elsewhere(rank, "after_optimizer", bucket=1, device="waits") for rank i
         ([record(0), SILENT, *FOLLOWED], [("gone", [2, 3]), ("silent", [1])]),
         # All but one are in forward: they may wait for it in collectives of the module's own.
         ([*IN_FORWARD, elsewhere(2, "after_optimizer")], [("outside", [2])]),
-        ([*IN_FORWARD, elsewhere(2, "forward", life="gone")], [("gone", [2])]),
         # Where all wait, the odd one.
         ([*WAIT, record(2, windows=5)], [("windows_apart", [2])]),
         ([*WAIT, record(2, bucket=2)], [("other_order", [2])]),
-        ([*WAIT, record(2, doing="closing", bucket=None)], [("other_order", [2])]),
         ([*WAIT, record(2, bytes=2048)], [("other_shapes", [2])]),
         ([*WAIT, record(2, sequence=41)], [("other_collective", [2])]),
         ([record(0), record(1, bytes=2048)], [("other_shapes", [0, 1])]),  # nobody knows which of two is right
         ([*WAIT, SILENT, SILENT], [("silent", [2, 3])]),
         # Who waits for parameters waits for others.
         ([*GATHER, elsewhere(2, "optimizer", state="finished")], [("optimizer", [2])]),
-        ([*GATHER, elsewhere(2, "after_backward", state="finished")], [("after_backward", [2])]),
-        ([*GATHER, elsewhere(2, "optimizer", life="gone")], [("gone", [2])]),
         ([*GATHER, gathers(2, followed=1, life="gone"), elsewhere(3, "optimizer", life="gone")], [("gone", [3])]),
         ([*GATHER, record(2)], [("other_order", [2])]),
-        ([*GATHER, gathers(2, bucket=0)], [("other_order", [2])]),
         (GATHER, [("network", [])]),
         # The network; one that carries bytes is slow.
         (WAIT, [("network", [])]),
@@ -107,7 +98,6 @@ AHEAD = [elsewhere(rank, "after_optimizer", bucket=1, device="waits") for rank i
         ([record(0), record(1, moved=5000.0)], [("slow", [])]),
         # What ranks say to each other when they stand still is no progress; nor is what another connection carries.
         ([record(0, moved=1000.0), record(1)], [("network", [])]),
-        ([record(0, unanswered=["10.0.0.2"]), record(1, moved=5000.0)], [("network", [])]),
         # A device that waits counts for its host, and one that computes keeps others waiting.
         ([*AHEAD[:2], COMPUTES], [("device", [2])]),
         ([*AHEAD[:2], elsewhere(2, "forward")], [("forward", [2])]),
@@ -143,11 +133,6 @@ def test_a_report_says_step_rank_parameter_bucket_process_and_time() -> None:
     assert datetime.fromisoformat(as_json["time"]).tzinfo is not None
 
 
-def test_each_rank_is_named_with_its_own_process() -> None:
-    report = diagnose([*WAIT, *(elsewhere(rank, "forward", life="gone", host=f"node{rank}") for rank in (2, 3))], 4)
-    assert "each of ranks 2, 3 has ended (processes 102 on node2, 103 on node3)" in report.message
-
-
 UNANSWERED = [record(rank, host="left", unanswered=["10.0.0.2", "10.0.0.3"], still=5.0 + rank) for rank in range(2)]
 OWN_LOADER = "train.py:9 main: evaluate(model, dataloader)"
 LOADER = "torch/utils/data/dataloader.py:1 __next__: data = self._next_data()"
@@ -161,12 +146,7 @@ LOADER = "torch/utils/data/dataloader.py:1 __next__: data = self._next_data()"
         ([*WAIT, elsewhere(2, "forward", ends=1)], ["is ending (process 102 on node). It was in forward."]),
         ([*AHEAD[:2], COMPUTES], ["waiting for bucket 1 of 3 on the device", "does not come to bucket 1 of 3"]),
         ([gathers(0), gathers(2), IN_STEP], ["2 of 3 ranks are waiting for the parameters of bucket 1 of 3, for"]),
-        (
-            [elsewhere(0, "forward", bucket=1, device="waits", of_parameters=1), IN_STEP],
-            ["waiting for the parameters of bucket 1 of 3 on the device"],
-        ),
         ([*WAIT, elsewhere(2, "after_optimizer", stack=[LOADER])], ["waits for its data loader"]),
-        ([*WAIT, elsewhere(2, "after_optimizer", stack=["(3 calls in torch/utils/data)"])], ["its data loader"]),
         ([*WAIT, elsewhere(2, "after_optimizer", stack=[OWN_LOADER])], [OWN_LOADER]),
         ([*map(record, range(512)), *(elsewhere(rank, "forward") for rank in range(512, 1024))], ["(512 in all)"]),
     ],
@@ -212,12 +192,6 @@ def test_only_a_rank_or_a_network_that_goes_on_makes_it_soft() -> None:
     carries = [record(0), record(1, moved=5000.0)]
     of_all = [[*WAIT, slow], carries, [*WAIT, slow, elsewhere(3, "forward")], WAIT]
     assert [diagnose(of, len(of)).is_soft for of in of_all] == [True, True, False, False]
-
-
-def test_what_is_no_record_is_refused() -> None:
-    for text in ("", "fastddp 2\nrank 1\n", "fastddp 1\ndoing juggling\n", "fastddp 1\nrank x\n"):
-        with pytest.raises(ValueError):
-            _C.diagnose([text], 2)
 
 
 def test_a_record_tells_what_a_page_says() -> None:

@@ -75,17 +75,6 @@ def test_a_connection_on_which_nothing_is_sent_is_asked_about_and_left_as_it_was
     assert [of.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for of in connection] == [0, 0]
 
 
-def test_connections_that_are_asked_already_are_left_alone(connection: Connection) -> None:
-    connection[0].setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    links = _C.Links()
-    links.ask()
-    assert after(0, links).unanswered == set()
-    assert [of.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for of in connection] == [1, 1]
-    assert connection[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) > 1
-    links.leave()
-    assert [of.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for of in connection] == [1, 0]
-
-
 def test_a_process_that_does_not_read_is_no_broken_network(connection: Connection) -> None:
     left, _ = connection
     left.setblocking(False)

@@ -49,29 +49,15 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 pages = [_C.Progress(["a"], 0, 1) for _ in range(2)]
 print(*(repr(page.path) for page in pages), *(page.read().names[0] for page in pages))
 """
-KEPT_FOR_GOOD = """
-import ctypes, sys
-from fastddp import _C
-page = _C.Progress(["w"], 1, 2)
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(page))
-print(page.path)
-sys.exit(3)
-"""
 
 
 @pytest.mark.tier("slow")
 @needs_shared_memory
-def test_where_no_page_can_be_shared_one_line_says_so_and_a_process_that_ends_takes_pages_along() -> None:
-    def ended(script: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False)
-
-    process = ended(WITHOUT_FILES)
+def test_where_no_page_can_be_shared_one_line_says_so() -> None:
+    process = subprocess.run([sys.executable, "-P", "-c", WITHOUT_FILES], capture_output=True, text=True, check=False)
     assert process.stdout == "'' '' a a\n"  # training goes on with pages of its own
     (line,) = [line for line in process.stderr.splitlines() if "fastddp" in line]
     assert "no status can be kept in /dev/shm (File too large)" in line
-    process = ended(KEPT_FOR_GOOD)  # nobody destroys its page
-    path = Path(process.stdout.strip())
-    assert (process.returncode, path.parent, path.exists()) == (3, Path("/dev/shm"), False)
 
 
 @needs_shared_memory
@@ -142,7 +128,7 @@ def test_a_page_tells_what_a_rank_is_doing_and_which_gradients_are_missing(rank:
 
 
 @on_ranks(2)
-def test_a_page_has_the_times_of_steps_and_the_number_of_collectives_and_tells_that_a_hook_runs(rank: int) -> None:
+def test_a_page_has_the_times_of_steps_and_tells_that_a_hook_runs(rank: int) -> None:
     model = fastddp.DistributedDataParallel(nn.Linear(4, 4))
     page = model.reducer.progress
     in_hook = set()
@@ -153,14 +139,8 @@ def test_a_page_has_the_times_of_steps_and_the_number_of_collectives_and_tells_t
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
 
     model.register_comm_hook(None, hook)
-    sequences = []
-    for step in range(20):
-        if step == 19:
-            dist.all_reduce(torch.ones(1))
+    for _ in range(20):
         model(torch.ones(2, 4)).sum().backward()
-        sequences.append(page.read().sequence)
-    *_, before, last, one_more = sequences
-    assert one_more - last == last - before + 1  # so that a rank shows that has called another one
     assert len(page.read().step_seconds) == 15
     assert min(page.read().step_seconds) > 0
     assert in_hook == {("tick", True)}

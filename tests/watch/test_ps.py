@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,11 +59,9 @@ SENT = (live.Collectives(0, 7, 8),)
     ("doing", "state", "changes", "facts", "words"),
     [
         # The step is the window that is open, or ended last.
-        ("nothing", "idle", {}, ENDED, "no forward yet"),
         ("forward", "idle", {}, OPEN | NOTHING, "in forward"),
         ("forward", "finished", {}, ENDED, "in forward, without gradients"),  # of an evaluation
         ("after_forward", "idle", {}, OPEN, "between forward and backward"),
-        ("after_forward", "armed", {}, OPEN, "between forward and backward"),
         ("after_forward", "finished", {}, ENDED, "after a forward without gradients"),
         ("backward", "accumulating", {}, OPEN | NOTHING, "in a backward without synchronisation"),
         ("after_backward", "accumulating", {}, OPEN, "after a backward without synchronisation"),
@@ -75,16 +72,12 @@ SENT = (live.Collectives(0, 7, 8),)
         # What is missing is of the first bucket that lacks something.
         ("after_backward", "partial", {}, {"missing": tuple("cdef")}, "after a backward without 4 gradients (c, ...)"),
         ("backward", "reducing", {}, OPEN | C_AND_D, "in backward: 2 gradients of bucket 1 are missing (c, ...)"),
-        ("backward", "armed", {}, OPEN | C_AND_D, "in backward: 2 gradients of bucket 1 are missing (c, ...)"),
         ("backward", "reducing", {"came": ALL_BUT_F}, ONLY_F, "in backward: 1 gradient of bucket 2 is missing (f)"),
         ("backward", "reducing", {"came": [True] * 6}, NOTHING, "in backward: all gradients have come"),
-        ("backward", "reducing", {"tick": 3}, NOTHING, "in backward"),
         ("tick", "reducing", {"bucket": 2}, {"bucket": 2, "missing": ()}, "sends bucket 2 of 3"),
-        ("tick", "reducing", {"bucket": None}, NOTHING, "sends the last buckets"),
         ("tick", "reducing", {"runs_user_code": True}, {"bucket": 0}, "in a communication hook, bucket 0"),
         # Collectives are told of a bucket that is waited for.
         ("finish", "reducing", {}, {"bucket": 0, "collectives": SENT}, "waits for bucket 0 of 3"),
-        ("finish", "reducing", {"bucket": None}, NOTHING, "waits for a bucket"),
         ("closing", "reducing", {}, OPEN, "waits for the end of the step"),
         # Parameters are waited for after a step, or in the next forward.
         ("gather", "finished", {}, ENDED | {"bucket": 0, "collectives": ()}, "waits for parameters of bucket 0 of 3"),
@@ -111,12 +104,9 @@ AT_REST = live.live_rank(snapshot(tick=3), "/dev/shm/fastddp-0-4711-0")
         ({}, None),
         ({"process": "stopped"}, "stopped"),
         ({"process": "gone", "seconds": 1e6}, "gone"),
-        ({"process": "uninterruptible"}, None),
-        ({"process": "unknown"}, None),
         ({"seconds": 19.9}, None),
         ({"seconds": 20.1}, "long"),  # its longest step took 4 s
         ({"seconds": 9.9, "step_seconds": (0.1,)}, None),
-        ({"seconds": 10.1, "step_seconds": (0.1,)}, "long"),
         ({"seconds": 1e6, "step_seconds": ()}, None),  # nothing to compare with: a first step may take any time
     ],
 )
@@ -129,10 +119,10 @@ def test_who_stands_out_is_coloured(changes: dict[str, Any], concern: str | None
     assert ("--remove-gone" in out) == (concern == "gone")
 
 
-def rendered(*ranks: live.LiveRank, width: int = 200, color: bool = False, **how: Any) -> str:
+def rendered(*ranks: live.LiveRank, width: int = 200, color: bool = False, unreadable: Any = (), **how: Any) -> str:
     console = Console(width=width, force_terminal=color, color_system="standard" if color else None)
     with console.capture() as capture:
-        console.print(printing.page(live.Node(ranks, how.pop("unreadable", ())), **how))
+        console.print(printing.page(live.Node(ranks, unreadable), **how))
     return capture.get()
 
 
@@ -172,9 +162,9 @@ def test_a_table_fits_80_columns_and_shows_names_as_they_are() -> None:
     assert max(map(len, out.splitlines())) <= 80
     for whole in ("3 of 8", "3048211", "101,204", "3 h 5 min", "steps/s", "2.00"):
         assert whole in out
-    for name, shown in [("a[red]b", "a[red]b"), ("a\x1b[2Jb", "a\ufffd[2Jb")]:
-        out = rendered(replace(AT_REST, last_parameter=name, bucket=2, missing=(name,)))
-        assert out.count(shown) == 2
+    name = "a[red]\x1b[2Jb"
+    out = rendered(replace(AT_REST, last_parameter=name, bucket=2, missing=(name,)))
+    assert out.count("a[red]\ufffd[2Jb") == 2
 
 
 def test_json_has_all_that_is_known_of_a_rank_and_its_page_names_every_field() -> None:
@@ -245,33 +235,20 @@ def test_a_process_without_a_page_is_an_error_with_a_remedy(page: _C.Progress) -
     assert "Process 1 has no status file" in errors
 
 
-def another_version(content: bytes) -> bytes:
-    return content[:8] + bytes([99]) + content[9:]
-
-
 @needs_shared_memory
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (another_version, "version 99"),
-        (lambda content: content.replace(b"a[red]", b"\xff\xfe\xff\xff\xff\xff"), "no text"),
-    ],
-)
-def test_a_page_that_cannot_be_read_is_a_line(
-    page: _C.Progress, change: Callable[[bytes], bytes], problem: str
-) -> None:
+def test_a_page_that_cannot_be_read_is_a_line(page: _C.Progress) -> None:
     spoilt = Path(f"{page.path}9999")  # what looks like another page of this process
-    spoilt.write_bytes(change(Path(page.path).read_bytes()))
+    content = Path(page.path).read_bytes()
+    spoilt.write_bytes(content[:8] + bytes([99]) + content[9:])
     try:
         node = live.look([os.getpid()])
         assert [of.path for of in node.ranks] == [page.path]
         [unreadable] = node.unreadable
         assert (unreadable.pid, unreadable.path) == (os.getpid(), str(spoilt))
-        assert problem in unreadable.problem
-        assert "\n" not in unreadable.problem
+        assert "version 99" in unreadable.problem
         status, out, errors = invoke(os.getpid())
         assert (status, errors) == (0, "")
-        assert problem in " ".join(out.split())
+        assert "version 99" in " ".join(out.split())
         assert json.loads(invoke("--json", os.getpid())[1])["unreadable"] == [asdict(unreadable)]
     finally:
         spoilt.unlink()
@@ -288,15 +265,10 @@ def test_a_page_is_removed_only_if_its_owner_is_still_gone(page: _C.Progress) ->
 
 
 @needs_shared_memory
-@pytest.mark.parametrize("version", ["this", "another"])
-def test_a_page_of_a_process_that_is_gone_goes_an_hour_after_somebody_has_found_it(
-    page: _C.Progress, version: str
-) -> None:
+def test_a_page_of_a_process_that_is_gone_goes_an_hour_after_somebody_has_found_it(page: _C.Progress) -> None:
     owner = "import os, signal; from fastddp import _C; page = _C.Progress(['w'], 1, 2); print(page.path, flush=True); "
     killed = subprocess.run([sys.executable, "-P", "-c", owner + "os.kill(os.getpid(), signal.SIGKILL)"], stdout=-1)
     left = Path(killed.stdout.decode().strip())
-    if version == "another":
-        left.write_bytes(another_version(left.read_bytes()))
     os.utime(page.path, (0, 0))
     # First somebody finds it, however old it is.
     for found, stays in ((0, True), (time.time() - 3500, True), (time.time() - 3700, False)):
@@ -325,16 +297,6 @@ def test_a_rank_that_was_stopped_and_killed_is_shown_and_its_page_removed() -> N
     assert f"Removed: {path}" in out
     assert live.look([process.pid]).ranks == ()
     assert invoke(process.pid)[0] == 1
-
-
-def test_where_the_extension_cannot_be_imported_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "fastddp.tools.ps.live")
-    monkeypatch.delattr(sys.modules["fastddp.tools.ps"], "live")
-    monkeypatch.setitem(sys.modules, "fastddp._pages", None)
-    monkeypatch.delattr(sys.modules["fastddp"], "_pages")
-    status, out, errors = invoke()
-    assert (status, out) == (1, "")
-    assert "fastddp's extension, which cannot be imported" in errors
 
 
 class Terminal(io.StringIO):

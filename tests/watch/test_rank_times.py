@@ -51,14 +51,6 @@ def test_a_rank_that_is_slow_in_a_phase_is_named_with_it(phase: str, ranks: int)
     assert delay.share == pytest.approx(25 / 125)
 
 
-def noisy(more: More, ranks: int, noise: float) -> list[Tensor]:
-    torch.manual_seed(0)
-    samples = same(more, ranks)
-    for sample in samples:
-        sample[:, 3:] += noise * torch.randn(ranks, len(PHASES), dtype=torch.float64)
-    return samples
-
-
 def with_one(samples: list[Tensor], more: More, network: float = NETWORK) -> list[Tensor]:
     """The fifth is another one."""
     samples[4] = rows(50, more, network=network)
@@ -82,7 +74,6 @@ LATE = same({1: {"forward": 30.0}})
         ([*LATE[:-1], *LATE[-3:-1]], []),  # each sample counts once
         ([rows(10 * index, {2: {"outside": 6.0 + 60 * (index % 2)}}) for index in range(SAMPLES)], []),
         (with_one(same({1: {"backward": 25.0}}), {1: {"backward": 900.0}}), [1]),  # a pause hides nothing
-        (noisy({5: {"backward": 40.0}}, 8, 2.0), [5]),
         (same({}, network=9.0), []),
         (same({}, network=40.0), [None]),
         (with_one(same({}, network=40.0), {}, network=5.0), []),
@@ -122,29 +113,6 @@ def test_noise_is_no_verdict(ranks: int, kind: Callable[[Tensor], Tensor]) -> No
         sample[:, 3:] = (sample[:, 3:] + noise).clamp(min=0)
         found.add(sample)
         assert [delay for delay in found.delays if delay.rank is not None] == []
-
-
-def test_pauses_are_no_verdict() -> None:
-    samples = same({}, count=40)
-    for index in (7, *range(14, 25), 30):
-        samples[index] = rows(10 * (1 + index), {2: {"outside": 3000.0}})
-    assert [history(samples[:count]).delays for count in range(40)] == [()] * 40
-
-
-def test_where_the_others_vary_more_than_a_rank_is_late_there_is_no_verdict() -> None:
-    samples = []
-    for index in range(SAMPLES):
-        sign = 1 - 2 * (index % 2)
-        more = {rank: {"forward": sign * (15.0 if rank % 2 else -15.0)} for rank in range(1, 7)}
-        samples.append(rows(index, {0: {"forward": 8.0}, **more}, ranks=8))
-    assert history(samples).delays == ()
-
-
-def test_two_slow_ranks_are_both_named() -> None:
-    found = history(same({0: {"outside": 20.0}, 3: {"backward": 30.0}, 2: {"forward": 2.0}}, ranks=6))
-    assert [(delay.rank, delay.cause) for delay in found.delays] == [(0, "outside"), (3, "backward")]
-    # Without it the step would last as long as on rank 2, which is not slow.
-    assert [delay.share for delay in found.delays] == pytest.approx([18 / 130, 28 / 130])
 
 
 SLOW: More = {3: {"backward": 30.0}}
@@ -187,14 +155,6 @@ def test_a_rank_without_times_is_left_out() -> None:
     assert [delay.rank for delay in found.delays] == [1]
     assert [math.isnan(rank.late) for rank in found.ranks] == [False, False, True, True]
     assert found.step == 10 * SAMPLES + 1
-
-
-def test_ranks_are_told_as_they_were_in_the_last_sample() -> None:
-    found = history([rows(7, {1: {"hook": 12.0}}, ranks=3)])
-    assert found.step == 8
-    assert [(rank.rank, rank.late, rank.exposed) for rank in found.ranks] == [(0, 0, 16), (1, 12, 4), (2, 0, 16)]
-    assert {phase: getattr(found.ranks[1], phase) for phase in PHASES} == {**OWN, "hook": 15}
-    assert not history(same({}, ranks=1)).ranks
 
 
 def test_a_report_has_the_lateness_of_all_ranks_and_prometheus_has_it_once_in_a_job() -> None:

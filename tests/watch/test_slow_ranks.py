@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 import time
 from contextlib import nullcontext
 from itertools import pairwise
@@ -16,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastddp
-from fastddp import comm_hooks
-from fastddp.comm_hooks import PostLocalSGDState
 from fastddp.times.rank_times import PHASES, Delay
 from fastddp.watch.gathering import Gathering
 from logs import lines_of_the_logger
@@ -49,34 +46,19 @@ class Layers(nn.Module):
         return self.second(between)
 
     def mean(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """A communication hook; over a slow link what the slow rank sends is long on its way."""
+        """A communication hook."""
         self.nap("hook")
-        if self.where != "network":
-            work = dist.all_reduce(bucket.buffer(), async_op=True)
-            return work.get_future().then(lambda future: future.value()[0] / dist.get_world_size())
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-
-        def send() -> None:
-            self.nap("network")
-            dist.all_reduce(bucket.buffer())
-            done.set_result(bucket.buffer() / dist.get_world_size())
-
-        threading.Thread(target=send).start()
-        return done
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0] / dist.get_world_size())
 
 
 class Training:
-    def __init__(self, is_slow: bool, with_hook: bool = True, gather: Any = None, **options: Any) -> None:
-        """``gather``: of a sharded optimizer."""
+    def __init__(self, is_slow: bool, with_hook: bool = True, **options: Any) -> None:
         self.module = Layers(is_slow)
         self.model = fastddp.DistributedDataParallel(self.module, **options)
         if with_hook:
             self.model.register_comm_hook(None, self.module.mean)
-        self.optimizer = (
-            torch.optim.SGD(self.model.parameters(), lr=1e-3)
-            if gather is None
-            else fastddp.ShardedOptimizer(self.model, torch.optim.SGD, gather=gather, lr=1e-3)
-        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.optimizer.register_step_pre_hook(lambda *_: self.module.nap("optimizer"))
 
     def step(self, micro_batches: int = 1) -> None:
@@ -91,20 +73,16 @@ class Training:
 
 
 @pytest.mark.tier("slow", but_one_in=2)
-@pytest.mark.parametrize(
-    ("micro_batches", "bucket_cap_mb", "gather"),
-    [(1, 1e-6, None), (3, None, None), (1, 1e-6, "step")],
-    ids=["buckets", "accumulating", "gather"],
-)
+@pytest.mark.parametrize(("micro_batches", "bucket_cap_mb"), [(1, 1e-6), (3, None)], ids=["buckets", "accumulating"])
 @on_ranks(2)
 def test_own_times_are_those_of_the_phase_in_which_a_rank_sleeps(
-    rank: int, micro_batches: int, bucket_cap_mb: float | None, gather: str | None
+    rank: int, micro_batches: int, bucket_cap_mb: float | None
 ) -> None:
     """The least of some steps."""
-    training = Training(rank == 0, with_hook=gather is None, gather=gather, bucket_cap_mb=bucket_cap_mb)
+    training = Training(rank == 0, bucket_cap_mb=bucket_cap_mb)
     training.step()
     training.model.sample_steps(1, compare_ranks=True)
-    for place in PHASES if gather is None else ("outside", "optimizer"):
+    for place in PHASES:
         training.module.where = place
         seen = []
         for _ in range(6):
@@ -121,11 +99,11 @@ Verdict = tuple[list[str], tuple[Delay, ...]]
 
 
 def verdicts(rank: int, place: str) -> list[Verdict]:
-    """While a rank, or the network, is slow; and when it is not any more."""
-    training = Training(rank == SLOW, with_hook=place in ("hook", "network"))
+    """While a rank is slow, and when it is not any more."""
+    training = Training(rank == SLOW, with_hook=place == "hook")
     training.model.sample_steps(1, compare_ranks=True)
     found = []
-    for where, words in zip((place, "nowhere"), WORDS[place], strict=False):
+    for where, words in ((place, WORDS[place]), ("nowhere", IN_TIME)):
         training.module.where = where
         with lines_of_the_logger() as lines:
             for _ in range(100):  # until rank 0 has said so
@@ -140,27 +118,24 @@ def verdicts(rank: int, place: str) -> list[Verdict]:
 
 
 WORDS = {
-    "forward": (r"rank 1 comes [\d.,]+ ms late in forward.*, since step \d+", "rank 1 comes in time again"),
-    "outside": (r"rank 1 comes [\d.,]+ ms late outside of its steps.*, since step \d+", "rank 1 comes in time again"),
-    "hook": (r"rank 1 comes [\d.,]+ ms late in its communication hook", "rank 1 comes in time again"),
-    "network": ("no rank is slow",),  # on a machine with much to do it may be slow without a nap, too
+    "forward": r"rank 1 comes [\d.,]+ ms late in forward.*, since step \d+",
+    "outside": r"rank 1 comes [\d.,]+ ms late outside of its steps.*, since step \d+",
+    "hook": r"rank 1 comes [\d.,]+ ms late in its communication hook",
 }
+IN_TIME = "rank 1 comes in time again"
 
 
 @pytest.mark.tier("slow", but_one_in=3)
-@pytest.mark.parametrize(
-    "place", ["forward", "outside", "hook", pytest.param("network", marks=pytest.mark.tier("nightly"))]
-)
+@pytest.mark.parametrize("place", WORDS)
 def test_rank_0_says_who_is_slow_once_and_when_that_is_over(ranks: RankPool, place: str) -> None:
-    slow = None if place == "network" else SLOW
     first, *others = ranks.run(verdicts, 3, place)
-    for (_, delays), *later in (first, *others):
-        assert (slow, place) in [(delay.rank, delay.cause) for delay in delays]
-        assert {delay.rank for delay in delays} <= {None, slow}
-        assert SLOW not in [delay.rank for _, delays in later for delay in delays]
-    for (lines, _), words in zip(first, WORDS[place], strict=True):
-        # Where a rank is slow, lines about the network may come before or after it.
-        (line,) = (line for line in lines if slow is None or "rank 1" in line)
+    for (_, delays), (_, later) in (first, *others):
+        assert (SLOW, place) in [(delay.rank, delay.cause) for delay in delays]
+        assert {delay.rank for delay in delays} <= {None, SLOW}
+        assert SLOW not in [delay.rank for delay in later]
+    for (lines, _), words in zip(first, (WORDS[place], IN_TIME), strict=True):
+        # Lines about the network may come before or after it.
+        (line,) = (line for line in lines if "rank 1" in line)
         assert re.match(words, line)
     assert all(lines == [] for verdict in others for lines, _ in verdict)
 
@@ -203,34 +178,6 @@ def test_one_rank_compares_nothing(rank: int) -> None:
 def plain_step(model: nn.Module) -> None:
     model.zero_grad()
     model(torch.ones(2, 8)).sum().backward()
-
-
-@pytest.mark.tier("slow", but_one_in=2)
-@pytest.mark.parametrize("what", ["subgroup", "two wrappers", "audit", "noop", "local"])
-@on_ranks(4)
-def test_ranks_are_compared_in_company(rank: int, what: str) -> None:
-    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    options: dict[str, Any] = {"process_group": pair} if what == "subgroup" else {}
-    watch = fastddp.Watch(audit_every=3 if what == "audit" else None)
-    layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    models = [fastddp.DistributedDataParallel(layers, watch=watch, **options)]
-    if what == "noop":
-        models[0].register_comm_hook(None, comm_hooks.noop_hook)
-    elif what == "local":
-        state = PostLocalSGDState(process_group=None, subgroup=pair, start_localSGD_iter=3)
-        models[0].register_comm_hook(state, comm_hooks.post_localSGD_hook)
-    elif what == "two wrappers":
-        models.append(fastddp.DistributedDataParallel(nn.Linear(8, 8)))
-    for every, model in enumerate(models, 2):
-        model.sample_steps(every, compare_ranks=True)
-    for _ in range(12):
-        for model in models:
-            plain_step(model)
-    for model in models:
-        found = model.step_report().ranks
-        assert [one.rank for one in found] == list(range(2 if what == "subgroup" else 4))
-        assert all(one.forward > 0 and one.backward > 0 for one in found)
-    dist.barrier()
 
 
 class Eventful(Layers):
