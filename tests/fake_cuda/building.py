@@ -61,9 +61,13 @@ def _digest() -> str:
 if __name__ == "__main__":
     from torch.utils import cpp_extension
 
+    # torch's builder names an object after its source, and two rooms have kernels_cpu.cpp.
+    units = [FOLDER / f"{path.parent.name}_{path.name}" for path in TWIN]
+    for unit, path in zip(units, TWIN, strict=True):
+        unit.write_text(f'#include "{path}"\n')
     cpp_extension.load(
         NAME,
-        [str(path) for path in [*sorted(HERE.glob("*.cpp")), *TWIN]],
+        [str(path) for path in [*sorted(HERE.glob("*.cpp")), *units]],
         extra_include_paths=[str(ROOT / "csrc")],
         extra_cflags=FLAGS,
         build_directory=str(FOLDER),
