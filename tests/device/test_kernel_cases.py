@@ -11,6 +11,7 @@ from typing import Any
 import fastddp.kernels
 import pytest
 import torch
+from torch import Tensor
 
 from cases_interpreted import Block8, LowRank, Pack, Sums, deciding, undecided
 from fastddp.kernel_loading import codec_cases, kernel_cases
@@ -83,25 +84,33 @@ def test_each_branch_of_a_kernel_is_taken_and_each_mask_decides(trials: Callable
         assert [text for text in found if not text.startswith(NEVER_ASKED)] == []
 
 
-def few(trial: Trial, *paths: str) -> Trial:
-    return dataclasses.replace(trial, cases=[case for case in trial.cases if case.path in paths])
+class WrongSums(Sums):
+    """A bit of the result's first number, or of what lies after it, is another one."""
+
+    def __init__(self, beside: bool) -> None:
+        self.beside = beside
+
+    def sum_shards(self, shards: Tensor, target: Tensor) -> None:
+        super().sum_shards(shards, target)
+        target.view(torch.int16).as_strided([target.numel() + 1], [1])[-1 if self.beside else 0] ^= 1
 
 
-ALL = ("strided, scale 1", "undefined, scale 1", "special numbers, scale 1/3")
+class WrongMeasure(Pack):
+    def measure(self, wire: Tensor) -> Any:
+        return super().measure(wire) + 1
 
 
-@pytest.mark.tier("slow", but_one_in=3)
 @pytest.mark.parametrize(
-    ("paths", "missing"),
-    [(ALL[:1], ["_pack: if shape == 0: never true"]), (ALL[1:2], ["_pack: if shape == 0: never false"]), (ALL, [])],
-    ids=["a case less", "another case less", "as it is"],
+    ("trial", "make", "found"),
+    [
+        (kernel_cases.sum_shards(FP16), lambda: WrongSums(beside=False), "numbers are not those of torch's operators"),
+        (kernel_cases.sum_shards(FP16), lambda: WrongSums(beside=True), "memory was written beside"),
+        (kernel_cases.measure(FP64), WrongMeasure, "the sum of squares"),
+    ],
 )
-def test_a_case_less_is_noticed(paths: tuple[str, ...], missing: list[str]) -> None:
-    with deciding(FOLDER) as decided:
-        assert interpreted(few(kernel_cases.pack(FP64, FP64), *paths), Pack) == []
-    found = undecided(decided, FOLDER / "pack_kernels.py")
-    # What these few cases can decide of all that is in the file.
-    assert [text for text in found if text.startswith(("_pack: if shape", "pack_kernel: if"))] == missing
+def test_a_trial_notices_what_is_wrong(trial: Trial, make: Callable[[], Any], found: str) -> None:
+    (noticed,) = interpreted(dataclasses.replace(trial, cases=trial.cases[:1]), make)
+    assert found in noticed
 
 
 def test_the_numbers_around_which_cases_are_made_are_those_of_the_kernels() -> None:

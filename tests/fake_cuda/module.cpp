@@ -32,23 +32,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forbid_waits", [&](bool forbidden) { simulator.waits_forbidden = forbidden; });
   // Until schedule(), each question about the device raises, as after an illegal access.
   m.def("break_device", [&] { simulator.failed_with = 700; });
-  m.def(
-      "break_kernels",
-      [](const std::string& part_of_name, const std::string& fault, const py::object& where,
-         const std::string& output) {
-        std::function<bool(const Facts&)> ask;
-        if (!where.is_none()) {
-          // Never destroyed: that would take the GIL.
-          auto* function = new py::object(where);
-          ask = [function](const Facts& facts) {
-            const py::gil_scoped_acquire gil;
-            return (*function)(facts).cast<bool>();
-          };
-        }
-        break_kernels(part_of_name, fault, std::move(ask), output);
-      },
-      py::arg("part_of_name"), py::arg("fault"), py::arg("where") = py::none(), py::arg("output") = "result");
-  m.def("broken_programs", &broken_programs);
+  m.def("break_kernels", &break_kernels);
 
   // Since the last reset of records: what the host has waited for, in words, and how often; kernels that were launched; all
   // that ran, in this order; collectives that ran; copies from the host to the device.

@@ -59,36 +59,10 @@ struct Launch {
   }
 };
 
-// What a program writes: its first and its last element.
-struct Output {
-  char* first;
-  char* last;
-  int64_t size;  // of an element, in bytes
-
-  // `count` elements, one after another.
-  static Output of(void* first, int64_t count, int64_t size) {
-    auto* bytes = static_cast<char*>(first);
-    return {bytes, bytes + (count - 1) * size, size};
-  }
-  // The pair of a program, in the table at `pairs`.
-  static Output pair(double* pairs, int64_t program) { return of(pairs + 2 * program, 2, sizeof(double)); }
-};
-
-// What decides which paths of a kernel a program takes, by name, and what it writes. For faults of these programs only.
-struct Program {
-  std::map<std::string, int64_t> facts;
-  std::map<std::string, Output> outputs;
-};
-
-inline int64_t offset_of(const void* address) {
-  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) % 16);
-}
-
 struct Twin {
   size_t parameters;  // all of 8 bytes, without scratch pointers
   // One program of the launch; programs run in a shuffled order.
   std::function<void(const Launch&, int64_t program)> run;
-  std::function<Program(const Launch&, int64_t program)> describe;
 };
 
 // Null if there is none of this name.

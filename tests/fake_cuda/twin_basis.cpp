@@ -103,28 +103,6 @@ void orthonormalise(const Launch& launch, int64_t number, int64_t padded, bool l
   if (!last) program.store_gram(3, number);
 }
 
-Program describe(const Launch& launch, int64_t number, int64_t padded, bool is_gram, bool last) {
-  const Rows of(launch, number, padded);
-  auto* first = static_cast<char*>(of.vectors.data_ptr());
-  const auto steps = (of.block.rows - 1) * of.basis.stride + (of.basis.rank - 1) * of.basis.vector_stride;
-  constexpr int64_t size = sizeof(float);
-  Program described{{{"row", of.block.row},
-                     {"rows", of.block.rows},
-                     {"length", of.basis.length},
-                     {"rank", of.basis.rank},
-                     {"stride", of.basis.stride},
-                     {"blocks", of.basis.blocks},
-                     {"basis", of.block.basis},
-                     {"refills", !is_gram && launch.integer(5) != 0},
-                     {"has_epsilon", !is_gram && launch.real(4) > 0}},
-                    {}};
-  if (!is_gram) described.outputs["vectors"] = {first, first + steps * size, size};
-  if (last) return described;
-  auto* gram = launch.pointer<double>(is_gram ? 2 : 3) + number * padded * padded;
-  described.outputs["gram"] = Output::of(gram, padded * padded, sizeof(double));
-  return described;
-}
-
 }  // namespace
 
 std::optional<Twin> basis_twin(const std::string& kernel) {
@@ -136,8 +114,7 @@ std::optional<Twin> basis_twin(const std::string& kernel) {
   const auto run = [=](const Launch& launch, int64_t number) {
     is_gram ? Rows(launch, number, padded).store_gram(2, number) : orthonormalise(launch, number, padded, last);
   };
-  return Twin{is_gram ? size_t{3} : size_t{7}, run,
-              [=](const Launch& launch, int64_t number) { return describe(launch, number, padded, is_gram, last); }};
+  return Twin{is_gram ? size_t{3} : size_t{7}, run};
 }
 
 }  // namespace fake_cuda

@@ -99,64 +99,6 @@ void add(const Launch& launch, const Form& form, int64_t number) {
                      launch.integer(5) + first * group_elements);
 }
 
-Program describe_run(const Launch& launch, const Form& form, int64_t number, bool encodes) {
-  const auto table = encodes ? size_t{3} : size_t{1};
-  const auto& run = launch.row<Run>(table + 1, number);
-  const auto size = size_of(form.gradient), block = form.format.block, blocks = form.format.blocks_of(run.count);
-  auto* address = launch.row<char*>(table, run.gradient) + run.begin * size;
-  const auto last = run.block + blocks - 1;
-  auto* group = launch.pointer<char>(0) + last / Block8::kBlocks * form.format.group_bytes();
-  auto* scale = group + last % Block8::kBlocks * static_cast<int64_t>(sizeof(float));
-  Program described{{{"count", run.count},
-                     {"number", run.begin / kElements},
-                     {"block", run.block},
-                     {"place", run.block % Block8::kBlocks},
-                     {"last_place", last % Block8::kBlocks},
-                     {"tail", run.count % block},
-                     {"gradient_offset", offset_of(address)},
-                     {"has_error", encodes && launch.pointer<char>(2) != nullptr},
-                     {"is_in_place", encodes && launch.pointer<char>(1) == launch.pointer<char>(2)},
-                     {"error_offset", encodes ? offset_of(launch.pointer<char>(2)) : 0},
-                     {"before_offset", encodes ? offset_of(launch.pointer<char>(1)) : 0}},
-                    {}};
-  auto& outputs = described.outputs;
-  if (!encodes) {
-    outputs["result"] = Output::of(address, run.count, size);
-    outputs["sums"] = Output::pair(launch.pointer<double>(3), number);
-    return described;
-  }
-  outputs["scale"] = Output::of(scale, 1, sizeof(float));
-  outputs["result"] = Output::of(group + 16 + last % Block8::kBlocks * block, block, 1);
-  auto* errors = launch.pointer<float>(2);
-  if (errors != nullptr) outputs["error"] = Output::of(errors + run.block * block, blocks * block, sizeof(float));
-  return described;
-}
-
-Program describe_add(const Launch& launch, const Form& form, int64_t number) {
-  const auto per_program = kElements / form.format.group_elements(), first = number * per_program;
-  const auto groups = std::min(per_program, launch.integer(4) / Block8::kBlocks - first);
-  auto *target = launch.pointer<char>(2), *error = launch.pointer<char>(3);
-  bool is_in_place = false;
-  for (int64_t i = 0; i < launch.integer(1); ++i) is_in_place = is_in_place || launch.row<char*>(0, i) == target;
-  const auto bytes = form.format.group_bytes();
-  Program described{{{"shards", launch.integer(1)},
-                     {"groups", groups},
-                     {"number", number},
-                     {"is_last", number + 1 == static_cast<int64_t>(launch.programs)},
-                     {"first_element", launch.integer(5)},
-                     {"has_error", error != nullptr},
-                     {"error_offset", offset_of(error)},
-                     {"is_in_place", is_in_place}},
-                    {{"result", Output::of(target + first * bytes + 16, groups * bytes - 16, 1)},
-                     {"scale", Output::of(target + first * bytes, 1, sizeof(float))}}};
-  if (error != nullptr) {
-    const auto elements = form.format.group_elements();
-    auto* own = error + first * elements * static_cast<int64_t>(sizeof(float));
-    described.outputs["error"] = Output::of(own, groups * elements, sizeof(float));
-  }
-  return described;
-}
-
 }  // namespace
 
 std::optional<Twin> block8_twin(const std::string& kernel) {
@@ -170,11 +112,7 @@ std::optional<Twin> block8_twin(const std::string& kernel) {
   const Form form{match[2].matched ? dtype_of(match[2]) : at::kFloat, {number, std::stoll(match[4])}, match[5].matched};
   const auto run = match[1] == "add" ? add : match[1] == "decode" ? decode : encode;
   return Twin{match[1] == "decode" ? size_t{4} : size_t{7},
-              [=](const Launch& launch, int64_t program) { run(launch, form, program); },
-              [=, what = std::string(match[1])](const Launch& launch, int64_t program) {
-                if (what == "add") return describe_add(launch, form, program);
-                return describe_run(launch, form, program, what == "encode");
-              }};
+              [=](const Launch& launch, int64_t program) { run(launch, form, program); }};
 }
 
 }  // namespace fake_cuda

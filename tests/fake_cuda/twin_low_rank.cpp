@@ -102,57 +102,6 @@ void reconstruct(const Launch& launch, int64_t program, c10::ScalarType dtype) {
   launch.pair(2, program).copy_(at::stack({squares, odd}));
 }
 
-enum class Step { compress, project, sum_partials, reconstruct };
-
-Program describe_sums(const Launch& launch, int64_t program) {
-  const auto& [index, begin, first, spans] = launch.row<SumRow>(1, program);
-  const auto& matrix = launch.row<MatrixRow>(0, index);
-  const auto count = std::min(kElements, matrix.rank * matrix.columns - begin);
-  return {{{"count", count}, {"begin", begin}, {"spans", spans}, {"rank", matrix.rank}, {"columns", matrix.columns}},
-          {{"q", Output::of(matrix.q + begin, count, sizeof(float))}}};
-}
-
-Program describe(const Launch& launch, int64_t program, Step step, c10::ScalarType dtype) {
-  if (step == Step::sum_partials) return describe_sums(launch, program);
-  const auto& block = launch.row<BlockRow>(1, program);
-  const auto& matrix = launch.row<MatrixRow>(0, block.matrix);
-  const auto size = size_of(dtype);
-  Program described{{{"row", block.row},
-                     {"rows", block.rows},
-                     {"column", block.column},
-                     {"width", matrix.columns},
-                     {"height", matrix.rows},
-                     {"rank", matrix.rank},
-                     {"has_gradient", matrix.gradient != nullptr},
-                     {"has_memory", matrix.memory != nullptr},
-                     {"gradient_offset", offset_of(matrix.gradient)},
-                     {"memory_offset", offset_of(matrix.memory)},
-                     {"before_offset", offset_of(matrix.before)},
-                     {"is_in_place", matrix.before == matrix.memory},
-                     {"p_offset", offset_of(matrix.p)},
-                     {"q_offset", offset_of(matrix.q)},
-                     {"rows_are_aligned", matrix.columns * size % 16 == 0}},
-                    {}};
-  const auto last = (block.row + block.rows - 1) * matrix.columns + block.column + block.columns - 1;
-  const auto rectangle = [&](char* first) {
-    return Output{first + (block.row * matrix.columns + block.column) * size, first + last * size, size};
-  };
-  auto& outputs = described.outputs;
-  if (step == Step::project) {
-    const auto count = (matrix.rank - 1) * matrix.columns + block.columns;
-    outputs["partials"] = Output::of(launch.pointer<float>(2) + block.partial, count, sizeof(float));
-    return described;
-  }
-  if (matrix.memory != nullptr) outputs["memory"] = rectangle(matrix.memory);
-  if (step == Step::reconstruct) {
-    outputs["gradient"] = rectangle(matrix.gradient);
-    outputs["sums"] = Output::pair(launch.pointer<double>(2), program);
-  } else {
-    outputs["p"] = Output::of(matrix.p + block.row * matrix.rank, block.rows * matrix.rank, sizeof(float));
-  }
-  return described;
-}
-
 }  // namespace
 
 std::optional<Twin> low_rank_twin(const std::string& kernel) {
@@ -164,13 +113,9 @@ std::optional<Twin> low_rank_twin(const std::string& kernel) {
                    : match[1] == "compress" ? compress
                    : match[1] == "project"  ? project
                                             : reconstruct;
-  const auto step = sums                     ? Step::sum_partials
-                    : match[1] == "compress" ? Step::compress
-                    : match[1] == "project"  ? Step::project
-                                             : Step::reconstruct;
   const auto dtype = sums ? at::kFloat : dtype_of(match[2]);
-  return Twin{sums ? size_t{4} : size_t{3}, [=](const Launch& launch, int64_t program) { run(launch, program, dtype); },
-              [=](const Launch& launch, int64_t program) { return describe(launch, program, step, dtype); }};
+  return Twin{sums ? size_t{4} : size_t{3},
+              [=](const Launch& launch, int64_t program) { run(launch, program, dtype); }};
 }
 
 }  // namespace fake_cuda

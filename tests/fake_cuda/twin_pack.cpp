@@ -53,7 +53,6 @@ class Elements {
     const auto* words = launch.pointer<const int64_t>(table) + shape;
     launch.check(words, 8);
     launch.check(words, 8 * (1 + 2 * words[0]));
-    dims_ = words[0];
     places_ = at::empty({chunk.count}, at::kLong);
     auto* places = places_.data_ptr<int64_t>();
     for (int64_t i = 0; i < chunk.count; ++i) places[i] = place(words, chunk.begin + i);
@@ -61,14 +60,6 @@ class Elements {
   }
 
   bool exist() const { return memory_.defined(); }
-  int64_t dims() const { return dims_; }  // 0: flat
-  Output written() const {
-    auto* bytes = static_cast<char*>(memory_.data_ptr());
-    const auto size = memory_.element_size();
-    if (lie_together()) return Output::of(bytes, memory_.numel(), size);
-    const auto* places = places_.const_data_ptr<int64_t>();
-    return {bytes + places[0] * size, bytes + places[places_.numel() - 1] * size, size};
-  }
   const void* address() const { return memory_.const_data_ptr(); }
   bool lie_together() const { return !places_.defined(); }
   at::Tensor read() const { return lie_together() ? memory_ : memory_.index_select(0, places_); }
@@ -89,7 +80,6 @@ class Elements {
   }
 
   at::Tensor memory_, places_;
-  int64_t dims_ = 0;
 };
 
 enum Argument : size_t { kWire, kTable, kChunks, kScale, kPartials };
@@ -115,64 +105,6 @@ void pack_or_unpack(const Launch& launch, int64_t program, bool packs, bool meas
     launch.pair(kPartials, program).copy_(measured(values.defined() ? values : at::empty({0})));
   }
   if (packs) move(values, wire, launch.real(kScale));
-}
-
-// Of pack, unpack and measure_gradients. `table`: number of the argument.
-Program describe_chunk(const Launch& launch, int64_t program, size_t table, c10::ScalarType dtype) {
-  const auto& chunk = launch.row<Chunk>(table + 1, program);
-  const Elements gradient(launch, table, chunk, dtype);
-  const bool is_last = program + 1 == static_cast<int64_t>(launch.programs) ||
-                       launch.row<Chunk>(table + 1, program + 1).gradient != chunk.gradient;
-  return {{{"count", chunk.count},
-           {"number", chunk.begin / kElements},
-           {"is_last", is_last},
-           {"is_defined", gradient.exist()},
-           {"dims", gradient.exist() ? gradient.dims() : 0},
-           {"gradient_offset", gradient.exist() ? offset_of(gradient.written().first) : 0}},
-          {}};
-}
-
-Program describe_move(const Launch& launch, int64_t program, bool packs, bool measures, c10::ScalarType gradient_dtype,
-                      c10::ScalarType wire_dtype) {
-  auto described = describe_chunk(launch, program, kTable, gradient_dtype);
-  auto& [facts, outputs] = described;
-  const auto& chunk = launch.row<Chunk>(kChunks, program);
-  const Elements gradient(launch, kTable, chunk, gradient_dtype);
-  auto* place = launch.pointer<char>(kWire) + chunk.start * size_of(wire_dtype);
-  facts["wire_offset"] = offset_of(place);
-  facts["is_aligned"] = facts["wire_offset"] == 0 && facts["gradient_offset"] == 0;
-  facts["is_in_place"] = gradient.exist() && gradient.written().first == place;
-  facts["is_unscaled"] = launch.real(kScale) == 1.0;
-  facts["measures"] = measures && launch.pointer<double>(kPartials) != nullptr;
-  if (packs) outputs["result"] = Output::of(place, chunk.count, size_of(wire_dtype));
-  if (!packs && gradient.exist()) outputs["result"] = gradient.written();
-  if (facts["measures"] != 0) outputs["sums"] = Output::pair(launch.pointer<double>(kPartials), program);
-  return described;
-}
-
-Program describe_measure(const Launch& launch, int64_t program, c10::ScalarType dtype) {
-  const auto first = program * kElements;
-  return {{{"count", std::min(kElements, launch.integer(1) - first)},
-           {"number", program},
-           {"is_last", program + 1 == static_cast<int64_t>(launch.programs)},
-           {"is_aligned", offset_of(launch.pointer<char>(0) + first * size_of(dtype)) == 0}},
-          {{"sums", Output::pair(launch.pointer<double>(2), program)}}};
-}
-
-Program describe_sum(const Launch& launch, int64_t program) {
-  constexpr int64_t size = 2;
-  const auto ranks = launch.integer(1), elements = launch.integer(2);
-  const auto first = program * kElements, count = std::min(kElements, elements - first);
-  auto *shards = launch.pointer<char>(0), *target = launch.pointer<char>(3) + first * size;
-  return {{{"ranks", ranks},
-           {"count", count},
-           {"number", program},
-           {"is_last", program + 1 == static_cast<int64_t>(launch.programs)},
-           {"shards_offset", offset_of(shards + first * size)},
-           {"target_offset", offset_of(target)},
-           {"rows_are_aligned", elements * size % 16 == 0},
-           {"is_in_place", target >= shards && target < shards + ranks * elements * size}},
-          {{"result", Output::of(target, count, size)}}};
 }
 
 at::Tensor chunk_of_gradient(const Launch& launch, int64_t program, c10::ScalarType dtype) {
@@ -205,32 +137,20 @@ std::optional<Twin> pack_twin(const std::string& kernel) {
   if (std::regex_match(kernel, match, moves)) {
     const bool packs = match[1] != "unpack", measures = match[1] != "pack";
     const auto source = dtype_of(match[2]), target = dtype_of(match[3]);
-    return Twin{measures ? size_t{5} : size_t{4},
-                [=](const Launch& launch, int64_t program) {
+    return Twin{measures ? size_t{5} : size_t{4}, [=](const Launch& launch, int64_t program) {
                   pack_or_unpack(launch, program, packs, measures, packs ? source : target, packs ? target : source);
-                },
-                [=](const Launch& launch, int64_t program) {
-                  return describe_move(launch, program, packs, measures, packs ? source : target,
-                                       packs ? target : source);
                 }};
   }
   if (!std::regex_match(kernel, match, others)) return std::nullopt;
   const auto dtype = dtype_of(match[2]);
   if (match[1] == "sum_shards") {
-    return Twin{4, [=](const Launch& launch, int64_t program) { sum_shards(launch, program, dtype); }, describe_sum};
+    return Twin{4, [=](const Launch& launch, int64_t program) { sum_shards(launch, program, dtype); }};
   }
   const bool of_gradients = match[1] == "measure_gradients";
-  return Twin{3,
-              [=](const Launch& launch, int64_t program) {
+  return Twin{3, [=](const Launch& launch, int64_t program) {
                 launch.pair(2, program)
                     .copy_(measured(of_gradients ? chunk_of_gradient(launch, program, dtype)
                                                  : chunk_of_wire(launch, program, dtype)));
-              },
-              [=](const Launch& launch, int64_t program) {
-                if (!of_gradients) return describe_measure(launch, program, dtype);
-                auto described = describe_chunk(launch, program, 0, dtype);
-                described.outputs["sums"] = Output::pair(launch.pointer<double>(2), program);
-                return described;
               }};
 }
 

@@ -314,6 +314,20 @@ def a_stand_in_is_packed_after_its_copy() -> None:
         torch.accelerator.synchronize()
 
 
+def memory_of_a_gradient_is_not_given_out_before_its_average_is_written() -> None:
+    """It belongs to another stream than that of backward."""
+    made_on = stream()
+    late, other = of = parameters(ELEMENTS, ELEMENTS)
+    engine = reducer(of, plan=[[1], [0]], expect=_C.Expect.as_last)
+    backward(engine, [times(other, 1)])
+    with made_on:
+        late.grad = torch.full_like(late, 5)
+    torch.accelerator.synchronize()
+    backward(engine, [times(late, 3), times(other, 1)])
+    late.grad = None
+    expect_nobody_writes_to(somebody_elses_memory(made_on))
+
+
 # ------------------------------------------------------------------------------------------------------ memory of wires
 
 
@@ -464,6 +478,8 @@ def what_an_exchange_remembers_is_not_given_out_before_its_window_is_done(instal
     backward(engine, [times(parameter, 3) for parameter in of])
     del engine
     expect_nobody_writes_to(somebody_elses_memory(made_on, (1024, 512, 320, 64, 16) * 4))
+    for parameter in of:  # nor was it before it was read
+        expect_about(parameter.grad, 3)
 
 
 # ---------------------------------------------------------------------------------------------------- sharded gradients
