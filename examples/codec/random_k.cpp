@@ -100,8 +100,7 @@ class RandomK : public fastddp::Codec {
     std::vector<at::Tensor> flat;
     for (size_t member = 0; member < bucket.size(); ++member) {
       const auto& gradient = bucket.gradient(member);
-      flat.push_back(gradient.defined() ? gradient.reshape({-1})
-                                        : at::zeros_like(bucket.layout[member].like).reshape({-1}));
+      flat.push_back(gradient.defined() ? gradient.reshape({-1}) : at::zeros_like(bucket.layout[member].like).reshape({-1}));
     }
     return at::cat(flat);
   }

@@ -59,9 +59,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
 
-  c10::Stream getStream(c10::Device device) const override {
-    return stream(device, streams_of_thread[index_of(device)]);
-  }
+  c10::Stream getStream(c10::Device device) const override { return stream(device, streams_of_thread[index_of(device)]); }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream(device, 0); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority) const override {
     static std::atomic<int64_t> taken[2];
@@ -81,8 +79,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream.id() == 0 ? nullptr : &queue_of(stream);
   }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
-              const c10::EventFlag flag) const override {
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag flag) const override {
     has_context = true;
     auto& queue = queue_of(stream);
     if (flag != c10::EventFlag::PYTORCH_DEFAULT) ++with_time;
@@ -196,9 +193,8 @@ void resize_storage(c10::StorageImpl& storage, size_t bytes) {
   const c10::DeviceGuard guard(storage.device());
   auto data = device_allocator()->allocate(bytes);
   if (const auto kept = std::min(bytes, storage.nbytes()); kept > 0) {
-    Simulator::get().enqueue(
-        current_queue(storage.device().index()),
-        {"resize storage", [=, to = data.get(), from = storage.data()] { std::memcpy(to, from, kept); }});
+    Simulator::get().enqueue(current_queue(storage.device().index()),
+                             {"resize storage", [=, to = data.get(), from = storage.data()] { std::memcpy(to, from, kept); }});
   }
   storage.set_data_ptr_noswap(std::move(data));
   storage.set_nbytes(bytes);

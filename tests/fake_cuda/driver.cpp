@@ -294,9 +294,8 @@ DRIVER_API cuFuncSetAttribute(void* function, int attribute, int value) {
   return kSuccess;
 }
 
-DRIVER_API cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                          unsigned block_y, unsigned block_z, unsigned shared, void* stream, void** parameters,
-                          void** extra) {
+DRIVER_API cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                          unsigned block_z, unsigned shared, void* stream, void** parameters, void** extra) {
   const auto& [name, kernel, twin, context, shared_limit] = *static_cast<Function*>(handle);
   auto& queue = queue_of_handle(stream);
   if (const auto answer = answer_to_all()) return answer;

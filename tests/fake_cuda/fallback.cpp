@@ -113,8 +113,7 @@ c10::Device common_device(const c10::OperatorHandle& op, Arguments arguments) {
       if (!tensor.defined()) continue;
       const bool fits = on_device(tensor) ? !device.has_value() || !device->has_index() || *device == tensor.device()
                                           : tensor.dim() == 0 || is_indexing(op);
-      TORCH_CHECK(fits, op.schema().name(), ": expected all tensors on one simulated device, got one on ",
-                  tensor.device());
+      TORCH_CHECK(fits, op.schema().name(), ": expected all tensors on one simulated device, got one on ", tensor.device());
       if (on_device(tensor)) device = tensor.device();
     }
   }
@@ -164,8 +163,8 @@ at::Tensor corrected(const c10::OperatorHandle& op, Arguments arguments, size_t 
 }
 
 void run_later(const c10::OperatorHandle& op, Arguments arguments, c10::Device device, Stack& returned) {
-  TORCH_CHECK(op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta), "the simulated device cannot run ",
-              op.schema(), ": torch has no meta kernel that says what it returns. Register one in operators.cpp.");
+  TORCH_CHECK(op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta), "the simulated device cannot run ", op.schema(),
+              ": torch has no meta kernel that says what it returns. Register one in operators.cpp.");
   auto expected = Translation(c10::kMeta)(arguments);
   call(op, expected);
   std::vector<std::pair<size_t, at::Tensor>> results;  // among the returns; and where it goes
@@ -185,9 +184,9 @@ void run_later(const c10::OperatorHandle& op, Arguments arguments, c10::Device d
     call(op, values);
     for (const auto& [index, view] : results) {
       const auto& value = values.at(index).toTensor();
-      TORCH_CHECK(value.sizes() == view.sizes() && value.scalar_type() == view.scalar_type(), op.schema().name(),
-                  " returned ", value.sizes(), " ", value.scalar_type(), " where its meta kernel said ", view.sizes(),
-                  " ", view.scalar_type());
+      TORCH_CHECK(value.sizes() == view.sizes() && value.scalar_type() == view.scalar_type(), op.schema().name(), " returned ",
+                  value.sizes(), " ", value.scalar_type(), " where its meta kernel said ", view.sizes(), " ",
+                  view.scalar_type());
       if (value.const_data_ptr() != view.const_data_ptr()) view.copy_(value);
     }
   };

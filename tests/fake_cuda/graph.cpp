@@ -53,8 +53,7 @@ void Graph::end() {
   }
   for (const auto& [queue, node] : last_) {
     TORCH_CHECK(joined.contains(node), "cudaErrorStreamCaptureUnjoined: stream ", queue->id,
-                " joined the capture, and the capturing stream does not wait for its last operation, ",
-                node->work.name);
+                " joined the capture, and the capturing stream does not wait for its last operation, ", node->work.name);
   }
 }
 

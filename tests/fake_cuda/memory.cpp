@@ -168,8 +168,8 @@ void record_use(const void* address, Queue& queue) {
 }
 
 bool is_pinned(const void* address) {
-  return pool().with_block(
-      address, [](const Block* block) { return block != nullptr && block->owner == nullptr && block->allocated; });
+  return pool().with_block(address,
+                           [](const Block* block) { return block != nullptr && block->owner == nullptr && block->allocated; });
 }
 
 void record_pinned_use(const void* address, OpPtr copy) {

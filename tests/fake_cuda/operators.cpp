@@ -53,8 +53,8 @@ std::function<void()> copying(const at::Tensor& to, const at::Tensor& from) {
 
 // Whether the bytes can go over as they lie; else torch makes a copy on the host first.
 bool can_go_directly(const at::Tensor& to, const at::Tensor& from) {
-  return to.scalar_type() == from.scalar_type() && to.strides() == from.strides() &&
-         to.is_non_overlapping_and_dense() && to.is_conj() == from.is_conj() && to.is_neg() == from.is_neg();
+  return to.scalar_type() == from.scalar_type() && to.strides() == from.strides() && to.is_non_overlapping_and_dense() &&
+         to.is_conj() == from.is_conj() && to.is_neg() == from.is_neg();
 }
 
 // Pageable memory is read before the call returns, pinned memory when the copy runs.
@@ -127,8 +127,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("record_stream", &record_stream);
   // For these, torch has a form made of other operators, which would run instead and round differently from the CPU's.
-  for (const auto* name :
-       {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "addr", "_stack"}) {
+  for (const auto* name : {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "addr", "_stack"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }

@@ -41,8 +41,7 @@ struct Stash {
 class StreamWork : public c10d::Work {
  public:
   // To be made when the collective has just been enqueued on `stream`.
-  StreamWork(int rank, c10d::OpType type, c10::Stream stream, std::shared_ptr<Stash> stash, Tensors results,
-             bool host_waits)
+  StreamWork(int rank, c10d::OpType type, c10::Stream stream, std::shared_ptr<Stash> stash, Tensors results, bool host_waits)
       : Work(rank, type),
         stream_(stream),
         done_(kType),
@@ -207,8 +206,7 @@ class StreamBackend : public c10d::Backend {
                       [](const Part& part) { gather_into(part, part.outputs[0].view(-1).tensor_split(part.size)); });
   }
 
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                               const c10d::ReduceScatterOptions& options) override {
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
     return collective(c10d::OpType::_REDUCE_SCATTER_BASE, "_REDUCE_SCATTER_BASE", options.asyncOp, {input}, {output},
                       [op = options.reduceOp](const Part& part) {
                         const auto all = part.inputs[0].clone();
@@ -255,8 +253,8 @@ class StreamBackend : public c10d::Backend {
 
   // Enqueues `body` on this backend's own stream of the device, after what the current stream was given; or, if the
   // caller is going to wait at once, on the current stream itself.
-  WorkPtr collective(c10d::OpType type, const char* name, bool asynchronous, const Tensors& inputs,
-                     const Tensors& results, const Body& body) {
+  WorkPtr collective(c10d::OpType type, const char* name, bool asynchronous, const Tensors& inputs, const Tensors& results,
+                     const Body& body) {
     TORCH_CHECK(type == c10d::OpType::ALLGATHER || results.size() == 1, "a collective is of one tensor here");
     release_shelf();
     const auto device = results.at(0).device();
@@ -279,8 +277,7 @@ class StreamBackend : public c10d::Backend {
     };
     // All collectives of a communicator run in the order in which they were started, whatever their streams.
     const std::lock_guard lock(mutex_);
-    const auto op =
-        Simulator::get().enqueue(queue_of(stream), {name, std::move(run), {last_}, /*collective=*/true, peers_});
+    const auto op = Simulator::get().enqueue(queue_of(stream), {name, std::move(run), {last_}, /*collective=*/true, peers_});
     if (queue_of(stream).capture == nullptr) {
       last_ = op;
       shelf_.emplace_back(op, stash);
@@ -331,8 +328,8 @@ std::vector<std::pair<uintptr_t, size_t>> memory_asked_for() {
   return with_own_memory([](const OwnMemory& memory) { return memory.asked_for; });
 }
 
-c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPtr& inner, const c10::intrusive_ptr<c10d::Store>& store,
-                                               int rank, int size, const std::string& name, bool host_waits) {
+c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPtr& inner, const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                               int size, const std::string& name, bool host_waits) {
   return c10::make_intrusive<StreamBackend>(inner, store, rank, size, name, host_waits);
 }
 

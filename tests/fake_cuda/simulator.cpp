@@ -31,8 +31,7 @@ struct PlainThread {
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard no_modes{
-      c10::autocast_dispatch_keyset |
-      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+      c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
 };
 
 }  // namespace
@@ -115,8 +114,7 @@ void Simulator::check_wait(const std::string& what) const {
 }
 
 bool Simulator::query(const OpPtr& op) {
-  TORCH_CHECK(failed_with == 0, "cudaErrorIllegalAddress: an illegal memory access was encountered (",
-              failed_with.load(), ")");
+  TORCH_CHECK(failed_with == 0, "cudaErrorIllegalAddress: an illegal memory access was encountered (", failed_with.load(), ")");
   if (op == nullptr || op->done) return true;
   const WithoutGil without_gil;
   Lock lock(mutex_);

@@ -54,8 +54,7 @@ struct Op {
   bool peers_called = false;
   std::atomic<bool> done{false};
 
-  Op(Work its_work, uint64_t its_number, Queue* its_queue)
-      : work(std::move(its_work)), number(its_number), queue(its_queue) {}
+  Op(Work its_work, uint64_t its_number, Queue* its_queue) : work(std::move(its_work)), number(its_number), queue(its_queue) {}
 };
 
 // In which order work runs once the host waits. Events and streams are obeyed always.

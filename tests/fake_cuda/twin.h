@@ -37,9 +37,8 @@ struct Launch {
 
   // Raises if `bytes` bytes from there on are not memory of the device.
   void check(const void* address, int64_t bytes) const {
-    TORCH_CHECK(bytes == 0 || is_mapped(address, static_cast<size_t>(bytes), device), "illegal memory access: kernel ",
-                kernel, " touches ", bytes, " bytes at ", address, ", which are not memory of device ",
-                static_cast<int>(device));
+    TORCH_CHECK(bytes == 0 || is_mapped(address, static_cast<size_t>(bytes), device), "illegal memory access: kernel ", kernel,
+                " touches ", bytes, " bytes at ", address, ", which are not memory of device ", static_cast<int>(device));
   }
   // Row `number` of the table at which an argument points.
   template <typename Row>

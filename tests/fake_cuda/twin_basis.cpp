@@ -36,10 +36,7 @@ struct Rows {
   at::Tensor vectors;
 
   Rows(const Launch& given, int64_t number, int64_t padded_rank)
-      : launch(given),
-        block(given.row<BlockRow>(1, number)),
-        basis(given.row<BasisRow>(0, block.basis)),
-        padded(padded_rank) {
+      : launch(given), block(given.row<BlockRow>(1, number)), basis(given.row<BasisRow>(0, block.basis)), padded(padded_rank) {
     const auto elements = (block.rows - 1) * basis.stride + (basis.rank - 1) * basis.vector_stride + 1;
     vectors = launch.elements(basis.vectors + block.row * basis.stride, elements, at::kFloat)
                   .as_strided({block.rows, basis.rank}, {basis.stride, basis.vector_stride});

@@ -66,9 +66,7 @@ struct Part {
   }
 
  private:
-  int64_t groups() const {
-    return (run.block + form.format.blocks_of(run.count) + Block8::kBlocks - 1) / Block8::kBlocks;
-  }
+  int64_t groups() const { return (run.block + form.format.blocks_of(run.count) + Block8::kBlocks - 1) / Block8::kBlocks; }
 };
 
 void encode(const Launch& launch, const Form& form, int64_t number) {

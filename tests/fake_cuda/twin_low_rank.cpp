@@ -109,13 +109,9 @@ std::optional<Twin> low_rank_twin(const std::string& kernel) {
   std::smatch match;
   if (!std::regex_match(kernel, match, pattern)) return std::nullopt;
   const bool sums = !match[1].matched;
-  const auto run = sums                     ? sum_partials
-                   : match[1] == "compress" ? compress
-                   : match[1] == "project"  ? project
-                                            : reconstruct;
+  const auto run = sums ? sum_partials : match[1] == "compress" ? compress : match[1] == "project" ? project : reconstruct;
   const auto dtype = sums ? at::kFloat : dtype_of(match[2]);
-  return Twin{sums ? size_t{4} : size_t{3},
-              [=](const Launch& launch, int64_t program) { run(launch, program, dtype); }};
+  return Twin{sums ? size_t{4} : size_t{3}, [=](const Launch& launch, int64_t program) { run(launch, program, dtype); }};
 }
 
 }  // namespace fake_cuda

@@ -147,11 +147,11 @@ std::optional<Twin> pack_twin(const std::string& kernel) {
     return Twin{4, [=](const Launch& launch, int64_t program) { sum_shards(launch, program, dtype); }};
   }
   const bool of_gradients = match[1] == "measure_gradients";
-  return Twin{3, [=](const Launch& launch, int64_t program) {
-                launch.pair(2, program)
-                    .copy_(measured(of_gradients ? chunk_of_gradient(launch, program, dtype)
-                                                 : chunk_of_wire(launch, program, dtype)));
-              }};
+  return Twin{
+      3, [=](const Launch& launch, int64_t program) {
+        launch.pair(2, program)
+            .copy_(measured(of_gradients ? chunk_of_gradient(launch, program, dtype) : chunk_of_wire(launch, program, dtype)));
+      }};
 }
 
 }  // namespace fake_cuda

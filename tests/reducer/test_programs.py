@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+import torch.distributed as dist
+from hypothesis import Phase, find, given, settings
 from hypothesis.strategies import SearchStrategy
+from torch import Tensor, nn
 
 import program_errors
 import program_sharded
 from fastddp.reference import ReferenceDataParallel
 from models import MODELS, inputs
-from on_ranks import Wrap, gradients, same_under_both
-from program_execution import differences
+from on_ranks import Wrap, gradients, on_ranks, same_under_both
+from program_execution import differences, wrap_in_reference
+from program_oracle import Oracle
 from programs import (
     EIGHT_BITS,
     EXACT,
@@ -27,12 +31,13 @@ from programs import (
     Options,
     ParameterSpec,
     Program,
+    Raise,
     TwoBackwards,
     programs,
     programs_of_accumulation,
     programs_of_sharded_optimizers,
 )
-from ranks import RankPool
+from ranks import RankPool, RanksFailed
 from releases import TORCH_WITH_USABLE_GRAPHS
 
 # The profile decides how many hundreds of programs to try (conftest.py).
@@ -111,6 +116,13 @@ def test_a_sharded_optimizer_trains_as_a_replicated_one(
     check(ranks, strategy, world_size, number, program_sharded.differences)
 
 
+def test_a_forward_that_finds_no_gradients_begins_a_step_also_after_one_that_raised_and_found_some(
+    ranks: RankPool,
+) -> None:
+    program = Program(options=Options(hook="int8"), ops=(Backward(), Raise("forward"), Raise("backward")))
+    assert ranks.run(program_errors.differences, 2, program) == [[], []]
+
+
 def test_a_sharded_gradient_that_the_last_window_left_out_adds_up_where_it_begins_the_next(ranks: RankPool) -> None:
     options = Options(usage="find_unused_parameters", sharded="elements")
     ops = (Backward(), Backward(skip=frozenset([0])), Backward())
@@ -125,7 +137,40 @@ def test_a_local_gradient_in_main_grad_that_was_set_to_zero_does_not_end_the_nex
     assert ranks.run(differences, 2, program) == [[], []]
 
 
-# ---------------------------------------------------------------------------------------------- the reference itself
+# ----------
+# ------------------------------------------------------------------------- a program finds what is wrong, if it is
+
+
+class IgnoresNoSync(Oracle):
+    def forward(self, *args: object) -> object:
+        self._syncs = True
+        return super().forward(*args)
+
+
+class SharesTheSparseGradientsOfRank0(Oracle):
+    def _average(self, parameter: Tensor) -> None:
+        if parameter in self._sparse and dist.get_rank() > 0:
+            parameter.grad = None
+        super()._average(parameter)
+
+
+class KeepsTheModelItHadWhenItsInputsEnded(Oracle):
+    def end_batches(self, ranks: Sequence[int]) -> None:
+        self.begin_batch(range(dist.get_world_size()), True)
+
+
+@pytest.mark.tier("nightly")
+@pytest.mark.parametrize(
+    "wrong", [IgnoresNoSync, SharesTheSparseGradientsOfRank0, KeepsTheModelItHadWhenItsInputsEnded]
+)
+def test_a_wrapper_that_is_wrong_is_found(ranks: RankPool, wrong: type[Oracle]) -> None:
+    def is_found(program: Program) -> bool:
+        try:
+            return any(ranks.run(differences, 2, program, wrap=functools.partial(wrap_in_reference, reference=wrong)))
+        except RanksFailed:
+            return True  # ranks wait for one another: wrong too
+
+    find(programs(2), is_found, settings=settings(max_examples=400, phases=[Phase.generate]))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -144,3 +189,13 @@ def test_the_reference_trains_as_torchs_ddp(wrap: Wrap, rank: int, name: str) ->
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
     return [found, list(model.state_dict().values())]
+
+
+@on_ranks(2)
+def test_the_reference_leaves_alone_what_is_ignored(rank: int) -> None:
+    module = nn.Linear(1, 1)
+    module._ddp_params_and_buffers_to_ignore = ["bias"]  # type: ignore[assignment]
+    nn.init.constant_(module.weight, rank)
+    nn.init.constant_(module.bias, rank)
+    ReferenceDataParallel(module)
+    assert (module.weight.item(), module.bias.item()) == (0, rank)

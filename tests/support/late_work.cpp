@@ -41,8 +41,7 @@ class LateWork : public c10d::Work {
   }
 
  private:
-  const c10::intrusive_ptr<c10::ivalue::Future> future_ =
-      c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
+  const c10::intrusive_ptr<c10::ivalue::Future> future_ = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
 };
 
 // A wait that hangs keeps both, and its thread.
@@ -79,8 +78,7 @@ void wait_for_interrupted_work() {
 // Its abort waits for those of the other groups to begin; one that cannot be aborted raises then.
 class Group : public c10d::ProcessGroup {
  public:
-  Group(std::latch& all, std::string error)
-      : ProcessGroup(/*rank=*/0, /*size=*/1), all_(all), error_(std::move(error)) {}
+  Group(std::latch& all, std::string error) : ProcessGroup(/*rank=*/0, /*size=*/1), all_(all), error_(std::move(error)) {}
 
   void abort() override {
     all_.count_down();
@@ -112,6 +110,5 @@ PYBIND11_MODULE(late_work, module) {
   module.def("wait_for_late_work", wait_for_late_work, pybind11::arg("is_known"), pybind11::arg("seconds"),
              pybind11::arg("fails"));
   module.def("wait_for_interrupted_work", wait_for_interrupted_work);
-  module.def("abort_groups", abort_groups, pybind11::arg("errors"),
-             pybind11::call_guard<pybind11::gil_scoped_release>());
+  module.def("abort_groups", abort_groups, pybind11::arg("errors"), pybind11::call_guard<pybind11::gil_scoped_release>());
 }

@@ -8,7 +8,7 @@ Over three ranks they may be a few roundings apart, and so may weighted ones in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -103,12 +103,12 @@ def blocks_of(model: fastddp.DistributedDataParallel) -> BlockState | None:
     return state if isinstance(state, BlockState) else None
 
 
-def wrap_in_reference(module: Linear, options: Options) -> nn.Module:
+def wrap_in_reference(module: Linear, options: Options, reference: type[Oracle] = Oracle) -> nn.Module:
     if options.main_gradients != "no":
         for parameter in module.parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.grad_dtype = torch.float32
-    return Oracle(
+    return reference(
         module,
         gradient_average(module, options),
         forward_sync_buffers=options.forward_sync_buffers,
@@ -131,6 +131,7 @@ class Execution:
     received: set[int] = field(default_factory=set)  # parameters that received a gradient in this window
     begun: bool = False  # whether a backward of this window has been, on whatever parameters
     armed: bool = False  # whether a forward of it was a metric's, so that any backward synchronises
+    raised: tuple[Sequence[int], str] = ((), "")  # on which ranks the last one did that was to raise, and where
 
     def __post_init__(self) -> None:
         self.module = Linear(self.program, self.rank, self.device)
@@ -279,6 +280,7 @@ class Execution:
         is_reference = isinstance(self.model, Oracle)
         raising = range(dist.get_world_size()) if op.rank is None else [op.rank]
         where = op.where if all(map(self._is_noticed_on, raising)) else "forward"
+        self.raised = (raising, where)
         # In backward, the reference's other ranks would wait for this one.
         everywhere = where == "forward" or is_reference
         # Of the ranks that did not raise, fastddp's learn of it and raise, too.
@@ -369,9 +371,9 @@ def new_memory_is_nan() -> Iterator[None]:
 
 
 @new_memory_is_nan()
-def differences(rank: int, program: Program, device: str = "cpu") -> list[str]:
-    """Where the model under fastddp was not as under the reference, after each op; empty if all is well."""
-    candidate = Execution(program, rank, wrap_in_fastddp, device)
+def differences(rank: int, program: Program, wrap: Wrap = wrap_in_fastddp, device: str = "cpu") -> list[str]:
+    """Where the model under ``wrap`` was not as under the reference, after each op; empty if all is well."""
+    candidate = Execution(program, rank, wrap, device)
     reference = Execution(program, rank, wrap_in_reference, device)
     found = compare(candidate, reference, "construction")
     with by_reads() if program.options.reads else nullcontext():

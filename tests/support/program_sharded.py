@@ -204,7 +204,22 @@ def differences(rank: int, program: Program) -> list[str]:
         reference.run(op)
         if not (isinstance(op, Step) and program.options.gather == "forward"):  # whose parameters arrive later
             found += compare(candidate, reference, f"op {number}, {op}")
+        if isinstance(op, Load) and not candidate.begun:
+            found += compare_momentum(candidate, reference, f"op {number}, {op}")
     return found[:5]
+
+
+def compare_momentum(candidate: Sharded, reference: Replicated, when: str) -> list[str]:
+    optimizer: Any = candidate.optimizer
+    states = optimizer.full_state_dict()["state"], reference.optimizer.state_dict()["state"]
+    found = []
+    for number, index in enumerate(candidate.dense):
+        if candidate.parameter(index).numel() == 0:  # whose state no rank has
+            continue
+        both = [of.get(number, {}).get("momentum_buffer") for of in states]
+        ours, theirs = (None if one is None else one.clone(memory_format=torch.contiguous_format) for one in both)
+        found.append(difference(f"momentum {index}", ours, theirs, 4 * rounding(candidate, index)))
+    return [f"after {when}: {text}" for text in found if text]
 
 
 @torch.no_grad()
