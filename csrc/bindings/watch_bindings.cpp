@@ -116,8 +116,7 @@ void bind_watch(py::module_& m) {
 
   py::class_<Interruption, std::shared_ptr<Interruption>>(m, "Interruption", "csrc/waits/interruption.h.")
       .def_property_readonly("groups", &Interruption::groups)
-      .def_property_readonly("is_interrupted", &Interruption::is_interrupted)
-      .def("interrupt", &Interruption::interrupt, py::arg("why"), no_gil);
+      .def_property_readonly("is_interrupted", &Interruption::is_interrupted);
 
   m.def(
       "wait_outside",
