@@ -7,8 +7,6 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "window/window.h"
-
 namespace fastddp {
 namespace {
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "pages/snapshot.h"
+#include "window/window.h"
 
 namespace fastddp {
 
