@@ -63,7 +63,8 @@ class SavedState:
         return None if found is None else self.mapping(found, f"{name}['rank {rank}']")
 
     def _shape(self, shape: object, name: str) -> tuple[int, ...]:
-        if not isinstance(shape, Sequence) or not all(type(size) is int and size >= 0 for size in shape):
+        is_text = isinstance(shape, (str, bytes))  # a sequence as well, and bytes would pass for sizes
+        if is_text or not isinstance(shape, Sequence) or not all(type(size) is int and size >= 0 for size in shape):
             raise refuse(self.kind, f"shapes[{name!r}]", "a list of sizes", repr(shape))
         return tuple(shape)
 

@@ -182,6 +182,7 @@ IN_ALL: list[tuple[str, Any, str]] = [  # in a saved state: where, what is there
     ("iter", -1, "iter must be an integer >= 0, not -1"),
     ("world_size", 0, "world_size must be an integer >= 1"),
     ("shapes", ["1.weight"], "shapes must be a dict"),
+    ("shapes/1.weight", b"\x03\x02", "a list of sizes"),
     ("shapes/1.weight", [3, 2], "1.weight [3, 2]"),
     ("errors/rank 0/1.weight", torch.zeros(16, 27).double(), "the error of '1.weight' must be a dense tensor of float"),
     ("errors/rank 0/1.weight", torch.zeros(5, 5), "the error of '1.weight' must be of shape"),
