@@ -1,17 +1,45 @@
 #include "bucket/wire.h"
 
 #include <algorithm>
+#include <utility>
+
+#include "device/huge_pages.h"
 
 namespace fastddp {
 
-void Wire::set(const Layout& layout, const at::Tensor& wire) {
-  drop();
-  tensor_ = wire;
-  for (size_t member = 0; member < layout.size(); ++member) {
-    const auto& view = views_.emplace_back(layout.view(wire, member));
-    // Of its own, not the wire's: a mark of one gradient shall not see writes to another (gradient_mark.h).
-    view.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(0));
-  }
+void Wire::plan(Need need) {
+  if (!need_ || !(*need_ == need)) give_back();
+  need_ = std::move(need);
+}
+
+bool Wire::need() {
+  if (exists()) return false;
+  const auto options = at::TensorOptions().dtype(need_->dtype).device(need_->device);
+  const auto make = [&] { return need_->memory ? need_->memory(need_->elements, options) : another(); };
+  tensor_ = make();
+  sum_ = need_->has_sum_beside ? make() : tensor_;
+  return true;
+}
+
+at::Tensor Wire::another() const {
+  return empty_in_huge_pages(need_->elements, at::TensorOptions().dtype(need_->dtype).device(need_->device));
+}
+
+void Wire::become(const at::Tensor& part) {
+  give_back();
+  tensor_ = sum_ = part;
+}
+
+void Wire::replace(const at::Tensor& tensor) {
+  give_back();
+  tensor_ = sum_ = tensor;
+}
+
+void Wire::give_back() {
+  tensor_.reset();
+  sum_.reset();
+  parts.clear();
+  aliases_.clear();
 }
 
 void Wire::lend(const at::Tensor& alias) {
@@ -25,10 +53,9 @@ void Wire::lend(const at::Tensor& alias) {
 // Another thread may drop an alias at any moment, so references are counted before living aliases: one that goes in between looks
 // like somebody's, and only costs a new wire.
 bool Wire::is_held_beside(size_t known) const {
-  if (is_part_) return false;
   const auto references = tensor_.storage().use_count();
   const auto living = std::ranges::count_if(aliases_, [](const auto& alias) { return !alias.expired(); });
-  return references > 1 + views_.size() + static_cast<size_t>(living) + known;
+  return references > 1 + parts.size() + static_cast<size_t>(living) + known;
 }
 
 }  // namespace fastddp

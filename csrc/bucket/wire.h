@@ -3,68 +3,59 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
-#include "bucket/layout.h"
 #include "bucket/wire_memory.h"
 
 namespace fastddp {
 
 // Note [Lent wires]
-// A wire in which no gradients live is needed only during a window. With `lends_wires` (lazy_bucket_allocation) such a wire is
-// made when a window needs it, and goes back to the allocator when the window has ended; on the CPU, when its bucket is finished.
-// So does every wire of sharded gradients: the rank's run is copied out first. The forward and the optimizer can use the memory. The
-// caller's stream has waited for all that used the wire (note [Kept until the join], device/streams.h). So the memory can be given
-// out again on that stream at once, however far the device lags behind.
-// A captured graph is replayed on the memory that it was captured with. So an exchange keeps its wires once one of its windows
-// has been captured.
+// A wire in which no gradients live is needed only during a window. With lazy_bucket_allocation such a wire is made when a window
+// needs it, and goes back to the allocator when the window has ended; on the CPU, when its bucket is finished. So does every wire of
+// sharded gradients: the rank's run is copied out first. The forward and the optimizer can use the memory. The caller's stream has
+// waited for all that used the wire (note [Kept until the join], device/streams.h). So the memory can be given out again on that
+// stream at once, however far the device lags behind.
+// A captured graph is replayed on the memory that it was captured with. So wires are kept once a window has been captured.
 
-// One-dimensional, padded with zeros, made when a window first needs it. It can tell its own references to its memory from
+// One-dimensional. It is planned once, and made when a window first needs it. It can tell its own references to its memory from
 // others: note [Aliases of a wire].
 class Wire {
  public:
+  struct Need {
+    c10::ScalarType dtype;
+    c10::Device device;
+    int64_t elements;
+    bool has_sum_beside = false;  // the ranks' sum comes to memory of its own, as long as the wire
+    bool is_lent = false;         // note [Lent wires]
+    WireMemory memory = nullptr;  // null: the allocator's
+    bool operator==(const Need& other) const {
+      return dtype == other.dtype && device == other.device && elements == other.elements &&
+             has_sum_beside == other.has_sum_beside;
+    }
+  };
+  // Says what need() makes. Another need than before gives back what there is.
+  void plan(Need need);
+  bool is_lent() const { return need_->is_lent; }
+
   bool exists() const { return tensor_.defined(); }
+  // Makes what does not exist, uninitialised. Returns whether it did: then the caller fills it, and cuts `parts`.
+  bool need();
   const at::Tensor& tensor() const { return tensor_; }
-  // The member's gradient in the wire, with the parameter's strides if these are dense.
-  const at::Tensor& view(size_t member) const { return views_[member]; }
+  // The tensor itself, unless it is beside.
+  const at::Tensor& sum() const { return sum_; }
+  // What its writer has cut out of it, to cut it once. They go when the wire goes.
+  std::vector<at::Tensor> parts;
   bool has(const at::Tensor& gradient) const { return exists() && gradient.defined() && gradient.is_alias_of(tensor_); }
 
-  // Whether gradients may live here: the wire travels and has their dtype.
-  bool is_home() const { return is_home_; }
-  void set_home(bool is_home) { is_home_ = is_home; }
-  // Where the wire's memory comes from; null: the allocator.
-  void comes_from(WireMemory memory) { memory_ = std::move(memory); }
-
-  void make(const Layout& layout) {
-    const auto wire = memory_ ? memory_(layout.wire_length(), layout.wire_options()) : layout.empty_wire();
-    layout.zero_gaps(wire);
-    set(layout, wire);
-  }
-  // Makes a wire from the allocator. The one before is left to whoever holds it.
-  void make_another(const Layout& layout) {
-    const auto wire = layout.empty_wire();  // note [Memory of wires]
-    layout.zero_gaps(wire);
-    set(layout, wire);
-  }
-  // Takes `wire`, in which gaps are zero: a part of another wire, which knows who holds it.
-  void become(const Layout& layout, const at::Tensor& wire) {
-    set(layout, wire);
-    is_part_ = true;
-  }
+  // Ordinary memory in its place: note [Memory of wires], wire_memory.h. Uninitialised.
+  at::Tensor another() const;
+  // Takes `part`, of another wire, which knows who holds it.
+  void become(const at::Tensor& part);
+  // Takes `tensor`, made by another(). The one before is left to whoever holds it.
+  void replace(const at::Tensor& tensor);
   // Gives its memory back; gradients that live there keep it.
-  void drop() {
-    tensor_.reset();
-    views_.clear();
-    aliases_.clear();
-    is_part_ = false;
-  }
-  // The same, and no wire will be made for gradients to live in: something else travels, or nothing. (Inline, for codecs in
-  // other libraries.)
-  void disable() {
-    drop();
-    memory_ = nullptr;
-    is_home_ = false;
-  }
+  void give_back();
 
   // Note [Aliases of a wire]
   // Parts of the wire travel as tensors of their own, and process groups may hold them for longer than we do. The wire remembers
@@ -75,14 +66,10 @@ class Wire {
   bool is_held_beside(size_t known) const;
 
  private:
-  void set(const Layout& layout, const at::Tensor& wire);
-
+  std::optional<Need> need_;
   at::Tensor tensor_;
-  std::vector<at::Tensor> views_;
+  at::Tensor sum_;
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> aliases_;
-  WireMemory memory_;
-  bool is_home_ = true;
-  bool is_part_ = false;
 };
 
 }  // namespace fastddp
