@@ -37,6 +37,12 @@ struct MemberState {
   bool has_placeholder() const { return placeholder && !placeholder->is_over; }
 };
 
+// What writers of averages have seen of them: partial sums of squares and counts of what is not finite, each [..., 2]; and tensors of
+// averages that nobody has read yet.
+struct Seen {
+  std::vector<at::Tensor> measured, unread;
+};
+
 class BucketWindow {
  public:
   explicit BucketWindow(size_t members) : members_(members) {}
@@ -49,9 +55,15 @@ class BucketWindow {
     members_.assign(members_.size(), {});
     packs = measurings = beside = 0;
     is_settled = rewritten = false;
-    measured.clear();
+    seen = {};
     producers.clear();
     kept.let_go();
+  }
+
+  // Averaged gradients are no longer what was seen.
+  void note_rewritten() {
+    rewritten = true;
+    seen = {};
   }
 
   bool none_is_packed() const { return std::ranges::none_of(members_, &MemberState::packed); }
@@ -75,10 +87,8 @@ class BucketWindow {
   size_t beside = 0;           // bytes of final gradients that are not packed and not in the wire
   bool left_in_place = false;  // gradients stay as autograd made them until backward has ended: reduction.h
   bool is_settled = false;     // Bucket::settle() may have moved gradients into the wire
-  bool rewritten = false;      // gradients are no longer what `measured` saw
-  // Partial sums of squares and counts of what is not finite, of averaged gradients, each [..., 2]. Empty if no kernel has seen
-  // all of them.
-  std::vector<at::Tensor> measured;
+  bool rewritten = false;      // gradients are no longer what was in the wire
+  Seen seen;                   // empty: nothing has been seen
   Producers producers;  // the streams on which gradients came
   KeptUntilJoin kept;   // gradients that the side stream uses
 

@@ -5,7 +5,8 @@
 #include <sstream>
 #include <utility>
 
-#include "bucket/own_shard.h"
+#include "bucket/placing.h"
+#include "bucket/shard.h"
 
 namespace fastddp {
 namespace {
@@ -30,7 +31,7 @@ Buckets::Buckets(std::vector<at::Tensor> parameters, std::vector<std::string> na
               " parameters");
 }
 
-std::vector<size_t> Buckets::replace(Plan plan, const std::function<bool(size_t)>& may_be_missing) {
+void Buckets::replace(Plan plan, const std::function<bool(size_t)>& may_be_missing) {
   const auto nowhere = plan.size();
   std::vector<Place> places(parameters_.size(), {nowhere, 0});
   for (size_t bucket = 0; bucket < plan.size(); ++bucket) {
@@ -46,10 +47,10 @@ std::vector<size_t> Buckets::replace(Plan plan, const std::function<bool(size_t)
                 names_[parameter], " is in no bucket of the plan");
   }
   places_ = std::move(places);
-  std::vector<size_t> movable;
+  movable_.clear();
   for (const auto& bucket : buckets_) {
-    if (form_.in_main_grad) break;  // place_main_gradients()
-    for (const auto member : bucket.movable_members()) movable.push_back(bucket.layout.parameter(member));
+    if (form_.in_main_grad) break;
+    for (const auto member : movable_members(bucket)) movable_.push_back(bucket.layout.parameter(member));
   }
   buckets_.clear();
   are_sharded_ = false;
@@ -58,7 +59,6 @@ std::vector<size_t> Buckets::replace(Plan plan, const std::function<bool(size_t)
     side_streams_.add(buckets_.back().device());
   }
   set_measure_locally(measure_locally_);
-  return movable;
 }
 
 void Buckets::set_measure_locally(bool measure) {
@@ -73,10 +73,19 @@ void Buckets::set_measure_locally(bool measure) {
   }
 }
 
-void Buckets::place_main_gradients() {
+void Buckets::reset() {
+  for (const auto& [device, rows] : measured_rows_) rows->reset();
+  for (auto& bucket : buckets_) {
+    bucket.window.reset();
+    if (bucket.local_sums) bucket.local_sums->reset();
+  }
+}
+
+void Buckets::place_gradients() {
+  for (const auto parameter : std::exchange(movable_, {})) tell(parameter, &move_in);
   if (!form_.in_main_grad) return;
   for (auto& bucket : buckets_) {
-    for (size_t member = 0; member < bucket.size(); ++member) bucket.place_main(member);
+    for (size_t member = 0; member < bucket.size(); ++member) place_main(bucket, member);
   }
   // Main gradients of parameters in no bucket leave wires that are gone.
   for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
@@ -91,15 +100,13 @@ void Buckets::become_sharded(const Sharding* sharding, const std::vector<std::ve
                              const std::vector<at::Tensor>& notices) {
   are_sharded_ = sharding != nullptr;
   for (auto& bucket : buckets_) {
-    if (sharding == nullptr) {
-      bucket.become_sharded(nullptr, {});
-      continue;
-    }
+    bucket.shard.reset();
+    if (bucket.layout.set_grid(are_sharded_ ? sharding->grid() : Grid())) bucket.wire.give_back();
+    if (!are_sharded_) continue;
     std::vector<at::Tensor> of_members;
     for (const auto parameter : bucket.layout.parameters()) of_members.push_back(notices.at(parameter));
     const auto index = bucket.index();
-    bucket.become_sharded(std::make_shared<OwnShard>(*sharding, index, holders.at(index), std::move(of_members)),
-                          sharding->grid());
+    bucket.shard = std::make_shared<Shard>(*sharding, index, holders.at(index), std::move(of_members));
   }
 }
 

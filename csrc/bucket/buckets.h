@@ -9,29 +9,23 @@
 #include <vector>
 
 #include "bucket/bucket.h"
+#include "bucket/placeholders.h"
+#include "bucket/placing.h"
+#include "bucket/shard.h"
 
 namespace fastddp {
-
-class Sharding;
-
-// The parameters of each bucket, in the order of collectives.
-using Plan = std::vector<std::vector<size_t>>;
 
 class Buckets {
  public:
   // `sparse`: parameters whose gradients are sparse tensors and travel in no bucket.
   Buckets(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<size_t> sparse, GradientForm form);
 
-  // Replaces the buckets. Each parameter is in exactly one, or in none if it is sparse or `may_be_missing`. Returns the
-  // parameters whose gradients lived in wires that are now gone, for move_in().
-  std::vector<size_t> replace(Plan plan, const std::function<bool(size_t)>& may_be_missing);
-  // Moves gradients into the wires of the current buckets.
-  void move_in(const std::vector<size_t>& parameters) {
-    for (const auto parameter : parameters) tell(parameter, &Bucket::move_in);
-  }
+  // Replaces the buckets. Each parameter is in exactly one, or in none if it is sparse or `may_be_missing`.
+  void replace(Plan plan, const std::function<bool(size_t)>& may_be_missing);
+  // Moves gradients into wires that are new: those that lived in wires that are gone, and main gradients (note [Main gradients],
+  // gradient_memory.h). To be called when it is known what travels.
+  void place_gradients();
 
-  // Moves main gradients into the wires; to be called whenever wires are new. Note [Main gradients], gradient_memory.h.
-  void place_main_gradients();
   // By parameter.
   std::vector<at::Tensor> main_gradients() const {
     std::vector<at::Tensor> gradients;
@@ -39,29 +33,30 @@ class Buckets {
     return gradients;
   }
   // Adds what autograd has left in `parameter.grad` to the main gradient. If the parameter is in no bucket, leaves it there.
-  void add_to_main(size_t parameter) { tell(parameter, &Bucket::add_to_main); }
+  void add_to_main(size_t parameter) { tell(parameter, &fastddp::add_to_main); }
   // A microbatch has brought a gradient that does not travel yet.
-  void settle(size_t parameter, bool exclusive) { tell(parameter, &Bucket::settle, exclusive); }
+  void settle(size_t parameter, bool exclusive) { tell(parameter, &fastddp::settle, exclusive); }
 
   // From the next window on, each rank gets the averages of its own spans only. `holders`: by bucket and span of this rank, the
-  // optimizer's tensors; `notices`: by parameter. Note [Sharded gradients], own_shard.h. Null: this rank gets all averages.
+  // optimizer's tensors; `notices`: by parameter. Note [Sharded gradients], shard.h. Null: this rank gets all averages.
   void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
                       const std::vector<at::Tensor>& notices);
   bool are_sharded() const { return are_sharded_; }
-  void take_notice(size_t parameter) { tell(parameter, &Bucket::take_notice); }
+  void take_notice(size_t parameter) { tell(parameter, &fastddp::take_notice); }
   // Note [What a gradient still holds], gradient_mark.h. In no bucket: there is no mark.
-  void mark(size_t parameter) { tell(parameter, &Bucket::mark); }
+  void mark(size_t parameter) {
+    if (!has(parameter)) return;
+    const auto [bucket, member] = places_[parameter];
+    buckets_[bucket].marks[member].set(gradient(parameter));
+  }
   bool still_holds(size_t parameter) const {
     if (!has(parameter)) return gradient(parameter).defined();
     const auto [bucket, member] = places_[parameter];
-    return buckets_[bucket].still_holds(member);
+    return buckets_[bucket].marks[member].still_holds(gradient(parameter));
   }
 
   // Begins a window.
-  void reset() {
-    for (const auto& [device, rows] : measured_rows_) rows->reset();
-    for (auto& bucket : buckets_) bucket.reset();
-  }
+  void reset();
 
   // Note [Local sums], pack/local_sums.h: from the next window on.
   void set_measure_locally(bool measure);
@@ -83,10 +78,11 @@ class Buckets {
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const at::Tensor& gradient(size_t parameter) const { return holders_[parameter].grad(); }
-  // As Bucket::own_gradient().
+  // The same, or the gradient of this rank's span of it.
   at::Tensor own_gradient(size_t parameter) const {
+    if (!are_sharded_ || !has(parameter)) return gradient(parameter);
     const auto [bucket, member] = places_[parameter];
-    return has(parameter) ? buckets_[bucket].own_gradient(member) : gradient(parameter);
+    return buckets_[bucket].shard->own_gradient(member, gradient(parameter));
   }
   c10::ScalarType gradient_dtype(size_t parameter) const { return form_.dtype_of(parameters_[parameter]); }
   const std::string& name(size_t parameter) const { return names_[parameter]; }
@@ -106,10 +102,10 @@ class Buckets {
   }
 
  private:
-  // Calls this function of the parameter's bucket, if it has one.
+  // Calls this function for the parameter's bucket, if it has one.
   template <typename... Arguments>
-  void tell(size_t parameter, void (Bucket::*function)(size_t, Arguments...), Arguments... arguments) {
-    if (has(parameter)) (buckets_[place(parameter).bucket].*function)(place(parameter).member, arguments...);
+  void tell(size_t parameter, void (*function)(Bucket&, size_t, Arguments...), Arguments... arguments) {
+    if (has(parameter)) function(buckets_[place(parameter).bucket], place(parameter).member, arguments...);
   }
   Bucket make(size_t index, size_t count, const std::vector<size_t>& members, GradientForm form) const {
     std::vector<at::Tensor> holders;
@@ -127,6 +123,7 @@ class Buckets {
   RowsByDevice measured_rows_;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;  // by parameter; in no bucket: `bucket` is buckets_.size()
+  std::vector<size_t> movable_;  // parameters whose gradients lived in wires that are gone
   SideStreams side_streams_;
 };
 

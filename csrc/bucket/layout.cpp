@@ -1,12 +1,10 @@
 #include "bucket/layout.h"
 
-#include "device/huge_pages.h"
-
 namespace fastddp {
 
 Layout::Layout(size_t index, size_t count, std::vector<Member> members, GradientForm form)
     : index_(index), count_(count), members_(std::move(members)), form_(form), format_{gradient_dtype()} {
-  for (const auto& [span, like, name] : members_) lengths_.push_back(like.numel() * (like.is_complex() ? 2 : 1));
+  for (const auto& [parameter, like, name] : members_) lengths_.push_back(like.numel() * (like.is_complex() ? 2 : 1));
   offsets_.resize(lengths_.size());
   place_members();
 }
@@ -35,10 +33,6 @@ void Layout::place_members() {
   }
 }
 
-at::Tensor Layout::empty_wire() const {
-  return empty_in_huge_pages(wire_length(), wire_options());
-}
-
 void Layout::zero_gaps(const at::Tensor& wire) const {
   for (size_t member = 0; member < size(); ++member) {
     const auto end = offset(member) + length(member);
@@ -55,7 +49,7 @@ std::vector<Member> whole_members(const std::vector<size_t>& numbers, const std:
                                   const std::vector<std::string>& names) {
   std::vector<Member> members;
   for (const auto number : numbers) {
-    members.push_back({{number, 0, parameters[number].numel()}, parameters[number], names[number]});
+    members.push_back({number, parameters[number], names[number]});
   }
   return members;
 }

@@ -9,20 +9,16 @@
 #include <vector>
 
 #include "bucket/gradient_memory.h"
+#include "bucket/spans.h"
 
 namespace fastddp {
 
-// Elements [begin, end) of a parameter, in the order of its memory.
-struct Span {
-  size_t parameter;  // its number in the reducer
-  int64_t begin;
-  int64_t end;
-};
+// The parameters of each bucket, in the order of collectives.
+using Plan = std::vector<std::vector<size_t>>;
 
-// The gradient of a span.
 struct Member {
-  Span span;
-  at::Tensor like;  // has the gradient's shape, strides and device; the parameter itself where the span is all of it
+  size_t parameter;  // its number in the reducer
+  at::Tensor like;   // the parameter: has the gradient's shape, strides and device
   std::string name;
 };
 
@@ -40,14 +36,8 @@ struct WireFormat {
   c10::ScalarType dtype;  // real: a complex gradient is pairs of numbers
   int64_t apart = 1;      // members begin at multiples of so many numbers
   int64_t unit = 1;       // a wire's length is a multiple of it
+  int64_t tail = 0;       // its last elements are for what is no gradient: so many
   bool operator==(const WireFormat&) const = default;
-};
-
-// Where members begin, and how long a wire is: multiples of so many numbers, beside what the format asks for.
-struct Grid {
-  int64_t member = 1;
-  int64_t wire = 1;
-  bool operator==(const Grid&) const = default;
 };
 
 // The layout of one bucket. Only the wire's format and the grid may change, between two windows.
@@ -61,10 +51,10 @@ class Layout {
   const GradientForm& form() const { return form_; }
   size_t size() const { return members_.size(); }
   const Member& operator[](size_t member) const { return members_[member]; }
-  size_t parameter(size_t member) const { return members_[member].span.parameter; }
+  size_t parameter(size_t member) const { return members_[member].parameter; }
   std::vector<size_t> parameters() const {
     std::vector<size_t> numbers;
-    for (const auto& member : members_) numbers.push_back(member.span.parameter);
+    for (const auto& member : members_) numbers.push_back(member.parameter);
     return numbers;
   }
 
@@ -83,7 +73,7 @@ class Layout {
   int64_t extent() const { return static_cast<int64_t>(offsets_.back() + lengths_.back()); }
   int64_t wire_length() const {
     const auto unit = std::lcm(format_.unit, grid_.wire);
-    return (extent() + tail_ + unit - 1) / unit * unit;
+    return (extent() + format_.tail + unit - 1) / unit * unit;
   }
 
   const WireFormat& format() const { return format_; }
@@ -91,16 +81,11 @@ class Layout {
   bool set_format(WireFormat format);
   // The same for the grid.
   bool set_grid(Grid grid);
-  // Whether gradients may live in a wire of this format, unless the wire is told otherwise.
-  bool can_be_home() const { return format_.dtype == gradient_dtype(); }
+  const Grid& grid() const { return grid_; }
 
   at::TensorOptions wire_options() const { return at::TensorOptions().dtype(format_.dtype).device(device()); }
-  // Not initialised.
-  at::Tensor empty_wire() const;
   void zero_gaps(const at::Tensor& wire) const;
-  // The wire's last elements are for what is no gradient: `tail` of them. Returns whether that has changed.
-  bool set_tail(int64_t tail) { return std::exchange(tail_, tail) != tail; }
-  at::Tensor tail(const at::Tensor& wire) const { return wire.narrow(0, wire.numel() - tail_, tail_); }
+  at::Tensor tail(const at::Tensor& wire) const { return wire.narrow(0, wire.numel() - format_.tail, format_.tail); }
   // Writes `value` in place of every gradient, and zeros to the gaps.
   void fill(const at::Tensor& wire, double value) const {
     wire.fill_(value);
@@ -123,7 +108,6 @@ class Layout {
   GradientForm form_;
   WireFormat format_;
   Grid grid_;
-  int64_t tail_ = 0;
   std::vector<size_t> offsets_;
   std::vector<size_t> lengths_;
 };

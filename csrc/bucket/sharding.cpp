@@ -54,15 +54,11 @@ void deal(Runs& runs, std::vector<int64_t>& loads) {
   }
 }
 
-int64_t numbers_in_an_element(const at::Tensor& parameter) {
-  return parameter.is_complex() ? 2 : 1;
-}
-
 // A tensor with the shape of a span's gradient. It has no memory, since nobody reads it.
-at::Tensor like_part_of(const at::Tensor& parameter, const Span& span) {
-  if (span.begin == 0 && span.end == parameter.numel()) return parameter;
+at::Tensor like_part_of(const at::Tensor& parameter, int64_t begin, int64_t end) {
+  if (begin == 0 && end == parameter.numel()) return parameter;
   auto like = at::empty({0}, parameter.detach().options());
-  like.unsafeGetTensorImpl()->set_sizes_contiguous({span.end - span.begin});
+  like.unsafeGetTensorImpl()->set_sizes_contiguous({end - begin});
   return like;
 }
 
@@ -75,8 +71,7 @@ Sharding::Sharding(const std::vector<at::Tensor>& parameters, const std::vector<
       whole_(whole),
       units_(of_optimizer),
       plan_(std::move(plan)),
-      members_(plan_.size()),
-      offsets_(plan_.size()) {
+      spans_(plan_.size()) {
   TORCH_CHECK_VALUE(rank < ranks, "fastddp: there is no rank ", rank, " among the ", ranks, " that share a wire");
   std::vector<int64_t> loads(ranks);
   for (size_t index = 0; index < plan_.size(); ++index) {
@@ -103,37 +98,24 @@ std::vector<at::Tensor> Sharding::cut(const at::Tensor& wire, size_t bucket) con
   return parts;
 }
 
-Bucket Sharding::make_bucket(size_t index, std::vector<at::Tensor> holders) const {
-  auto members = members_[index];
-  for (size_t i = 0; i < members.size(); ++i) {
-    if (i == holders.size()) {
-      holders.push_back(at::empty({0}));
-    } else {
-      members[i].like = holders[i];
-    }
-  }
-  Layout layout(index, plan_.size(), std::move(members), {});
-  layout.set_grid({grid().member});  // members are as far apart as in the bucket's wire
-  return {std::move(layout), std::move(holders)};
-}
-
 void Sharding::add_spans(const Layout& layout) {
   const auto& run = runs_[layout.index()][rank_];
   for (size_t member = 0; member < layout.size(); ++member) {
     const auto first = layout.offset(member);
     const auto begin = std::max(run.begin, first);
     const auto end = std::min(run.end, first + layout.length(member));
-    if (begin < end) add(layout, member, begin - first, end - first, begin - run.begin);
+    if (begin < end) add(layout, member, begin - first, end - first);
   }
-  if (members_[layout.index()].empty()) add(layout, 0, 0, 0, 0);
+  if (spans_[layout.index()].empty()) add(layout, 0, 0, 0);
 }
 
-void Sharding::add(const Layout& layout, size_t member, int64_t begin, int64_t end, int64_t offset) {
-  const auto& [whole, parameter, name] = layout[member];
-  const auto numbers = numbers_in_an_element(parameter);
-  const Span span{whole.parameter, begin / numbers, end / numbers};
-  members_[layout.index()].push_back({span, like_part_of(parameter, span), name});
-  offsets_[layout.index()].push_back(offset);
+void Sharding::add(const Layout& layout, size_t member, int64_t begin, int64_t end) {
+  const auto& parameter = layout[member].like;
+  const auto numbers = parameter.is_complex() ? 2 : 1;
+  auto& spans = spans_[layout.index()];
+  const auto place = begin < end ? layout.offset(member) + begin : runs_[layout.index()][rank_].begin;
+  spans.push_back({spans.size(), layout.parameter(member), begin / numbers, end / numbers, place,
+                   like_part_of(parameter, begin / numbers, end / numbers)});
 }
 
 }  // namespace fastddp

@@ -5,16 +5,16 @@
 #include <string>
 #include <vector>
 
-#include "bucket/buckets.h"
+#include "bucket/bucket.h"
 
 namespace fastddp {
 
 // Note [Shards]
 // Each rank of a group has a part of every bucket: a *run* of the bucket's wire, which the ranks add up for it. Its members are
 // spans of parameters. There are two uses:
-// - Between nodes, the ranks of a node exchange a run each (codec/node_codec.cpp). To that exchange the run is a bucket. Ranks in
-//   the same place of their nodes have the same spans.
-// - A sharded optimizer steps with its rank's spans alone (note [Sharded gradients], own_shard.h).
+// - Between nodes, the ranks of a node exchange a run each (note [Two levels of a bucket], trip/trips.h). Ranks in the same place
+//   of their nodes have the same spans.
+// - A sharded optimizer steps with its rank's spans alone (note [Sharded gradients], shard.h).
 //
 // A run has the same length on each rank, in multiples of 64 bytes, and cuts through parameters. Who takes gradients for matrices
 // needs `whole` parameters. Then a run consists of whole members, so runs differ in length, and the longest run of a bucket goes
@@ -38,7 +38,7 @@ class Sharding {
            size_t rank, bool whole, std::optional<Units> of_optimizer = {});
 
   size_t ranks() const { return ranks_; }
-  c10::Device device() const { return members_.front().front().like.device(); }
+  c10::Device device() const { return spans_.front().front().like.device(); }
 
   size_t rank() const { return rank_; }
   // The format that the bucket's wire must have between nodes.
@@ -67,29 +67,16 @@ class Sharding {
   const std::vector<size_t>& places(size_t bucket) const { return places_[bucket]; }
   // This rank's.
   const Run& run(size_t bucket) const { return runs_[bucket][rank_]; }
-  // Where each member of this rank's run begins in the run. There is at least one member: an empty run has one without elements.
-  const std::vector<int64_t>& offsets(size_t bucket) const { return offsets_[bucket]; }
   // A bucket's runs in a wire, by rank. The wire may have elements of another kind, as bytes of blocks.
   std::vector<at::Tensor> cut(const at::Tensor& wire, size_t bucket) const;
-  // This rank's spans, of one bucket or of all.
-  std::vector<Span> spans(size_t bucket) const {
-    std::vector<Span> spans;
-    for (const auto& member : members_[bucket]) spans.push_back(member.span);
-    return spans;
-  }
-  std::vector<Span> spans() const {
-    std::vector<Span> all;
-    for (size_t bucket = 0; bucket < plan_.size(); ++bucket) std::ranges::copy(spans(bucket), std::back_inserter(all));
-    return all;
-  }
-  // This rank's run as a bucket. Its gradients are those of `holders`, by span; none: of empty tensors.
-  Bucket make_bucket(size_t index, std::vector<at::Tensor> holders = {}) const;
+  // This rank's, in their places in the bucket's wire. There is at least one: an empty run has one without elements.
+  const std::vector<Span>& spans(size_t bucket) const { return spans_[bucket]; }
 
  private:
   static constexpr size_t kRunBytes = 64;  // a cache line of the CPU
 
   void add_spans(const Layout& layout);
-  void add(const Layout& layout, size_t member, int64_t begin, int64_t end, int64_t offset);
+  void add(const Layout& layout, size_t member, int64_t begin, int64_t end);
 
   const size_t ranks_;
   const size_t rank_;
@@ -100,8 +87,7 @@ class Sharding {
   std::vector<int64_t> lengths_;
   std::vector<std::vector<size_t>> places_;
   std::vector<std::vector<Run>> runs_;
-  std::vector<std::vector<Member>> members_;
-  std::vector<std::vector<int64_t>> offsets_;
+  std::vector<std::vector<Span>> spans_;
 };
 
 }  // namespace fastddp

@@ -45,6 +45,7 @@ struct Spans {
   Grid grid = {};
   std::vector<Span> all = {};
   int64_t numbers = 0;     // of the wire, with gaps and padding
+  bool needs_wire = false; // they cannot travel where they are
   // This window's.
   LocalSums* sums = nullptr;  // wants what encode() sees of this rank's gradients; null: nobody does
   size_t call = 0;            // how many times they have been encoded

@@ -7,8 +7,8 @@
 
 namespace fastddp {
 
-void Wire::plan(Need need) {
-  if (!need_ || !(*need_ == need)) give_back();
+void Wire::plan(std::optional<Need> need) {
+  if (need_ != need) give_back();
   need_ = std::move(need);
 }
 
@@ -25,12 +25,7 @@ at::Tensor Wire::another() const {
   return empty_in_huge_pages(need_->elements, at::TensorOptions().dtype(need_->dtype).device(need_->device));
 }
 
-void Wire::become(const at::Tensor& part) {
-  give_back();
-  tensor_ = sum_ = part;
-}
-
-void Wire::replace(const at::Tensor& tensor) {
+void Wire::become(const at::Tensor& tensor) {
   give_back();
   tensor_ = sum_ = tensor;
 }

@@ -27,16 +27,15 @@ class Wire {
     c10::Device device;
     int64_t elements;
     bool has_sum_beside = false;  // the ranks' sum comes to memory of its own, as long as the wire
-    bool is_lent = false;         // note [Lent wires]
     WireMemory memory = nullptr;  // null: the allocator's
     bool operator==(const Need& other) const {
       return dtype == other.dtype && device == other.device && elements == other.elements &&
              has_sum_beside == other.has_sum_beside;
     }
   };
-  // Says what need() makes. Another need than before gives back what there is.
-  void plan(Need need);
-  bool is_lent() const { return need_->is_lent; }
+  // Says what need() makes; none: nothing travels in it. Another need than before gives back what there is.
+  void plan(std::optional<Need> need);
+  bool is_planned() const { return need_.has_value(); }
 
   bool exists() const { return tensor_.defined(); }
   // Makes what does not exist, uninitialised. Returns whether it did: then the caller fills it, and cuts `parts`.
@@ -50,10 +49,9 @@ class Wire {
 
   // Ordinary memory in its place: note [Memory of wires], wire_memory.h. Uninitialised.
   at::Tensor another() const;
-  // Takes `part`, of another wire, which knows who holds it.
-  void become(const at::Tensor& part);
-  // Takes `tensor`, made by another(). The one before is left to whoever holds it.
-  void replace(const at::Tensor& tensor);
+  // Takes this memory: a part of another wire, which knows who holds it; or what another() has made, and the memory before is left to
+  // whoever holds it.
+  void become(const at::Tensor& tensor);
   // Gives its memory back; gradients that live there keep it.
   void give_back();
 

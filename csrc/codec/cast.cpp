@@ -1,5 +1,7 @@
-#include "bucket/own_shard.h"
+#include "bucket/gradient_memory.h"
+#include "bucket/layout.h"
 #include "codec/codec.h"
+#include "pack/kernels.h"
 
 namespace fastddp {
 namespace {
@@ -8,33 +10,67 @@ class Cast : public Codec {
  public:
   explicit Cast(std::optional<c10::ScalarType> wire) : wire_(wire) {}
 
-  void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>& units) override {
-    for (auto* bucket : buckets) {
-      const auto dtype = wire_.value_or(bucket->layout.gradient_dtype());
-      bucket->set_wire_format({dtype, aligned(dtype), units.front()});
+  std::vector<std::vector<Leg>> plan(std::vector<Spans>& buckets, int64_t owners) override {
+    planned_.clear();
+    std::vector<std::vector<Leg>> legs;
+    for (auto& spans : buckets) {
+      const auto dtype = wire_.value_or(spans.dtype);
+      spans.place(aligned(dtype), owners);
+      planned_.push_back({spans.all, make_kernels(spans.device)});
+      legs.emplace_back();
+      if (dtype != spans.dtype || spans.needs_wire) legs.back() = {{.dtype = dtype, .elements = spans.numbers, .packs = true}};
     }
+    return legs;
   }
 
-  void on_gradient(Bucket& bucket, size_t member, double scale) override { bucket.pack_on_arrival(member, scale); }
+  void encode(size_t, const Spans& spans, Numbers which, Wires wires, double scale) override {
+    auto& wire = wires.front();
+    if (wire.parts.empty()) cut(wire, spans);
+    std::vector<Slot> slots;
+    slots.reserve(which.size());
+    for (const auto number : which) slots.push_back({spans.all[number].gradient, wire.parts[number], number});
+    planned_[spans.bucket].kernels->pack(slots, scale, spans.call, spans.sums);
+  }
 
-  void encode(size_t, Bucket& bucket, double scale) override { bucket.pack(scale); }
+  Seen decode(const Spans& spans, Wires wires, bool are_parts) override {
+    const auto& wire = wires.front();
+    std::vector<Slot> slots;
+    slots.reserve(spans.all.size());
+    for (const auto& span : spans.all) {
+      slots.push_back({span.gradient, are_parts ? view(wire, span) : wire.parts[span.number]});
+    }
+    const auto found = planned_[spans.bucket].kernels->unpack(slots, /*measuring=*/true);
+    if (found.defined()) return {{found}, {}};
+    return {{}, {wire.tensor()}};
+  }
 
-  void decode(Bucket& bucket) override { bucket.unpack(bucket.wire.tensor()); }
-
-  void decode_shard(Bucket& bucket, const at::Tensor& wire) override { bucket.shard->take(bucket, wire); }
-
-  void fill_void(size_t, const Bucket& bucket, const at::Tensor& place, double value) const override {
-    bucket.layout.fill(place, value);
+  void fill_void(size_t, size_t bucket, const at::Tensor& place, double value) const override {
+    place.zero_();
+    for (const auto& span : planned_[bucket].spans) place.narrow(0, span.offset, span.length()).fill_(value);
   }
 
  private:
+  static at::Tensor view(const Wire& wire, const Span& span) {
+    return view_of(wire.tensor(), span.like, static_cast<size_t>(span.offset));
+  }
+
+  static void cut(Wire& wire, const Spans& spans) {
+    for (const auto& span : spans.all) wire.parts.push_back(view(wire, span));
+  }
+
+  struct Planned {
+    std::vector<Span> spans;
+    std::unique_ptr<Kernels> kernels;
+  };
+
   const std::optional<c10::ScalarType> wire_;
+  std::vector<Planned> planned_;  // by bucket
 };
 
 }  // namespace
 
-std::unique_ptr<Codec> make_cast(std::optional<c10::ScalarType> wire) {
-  return std::make_unique<Cast>(wire);
+std::shared_ptr<Codec> make_cast(std::optional<c10::ScalarType> wire) {
+  return std::make_shared<Cast>(wire);
 }
 
 }  // namespace fastddp

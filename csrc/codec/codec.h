@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "block8/kernels.h"
+#include "bucket/bucket_window.h"
 #include "bucket/spans.h"
 #include "bucket/wire.h"
 #include "low_rank/kernels.h"
@@ -24,13 +25,6 @@ struct Leg {
 };
 
 using Wires = std::span<Wire>;  // of a bucket, by leg
-
-// What decode() has seen of the averages that it has written: partial results as Kernels::measure() returns them, and tensors of
-// averages that nobody has read yet.
-struct Seen {
-  std::vector<at::Tensor> measured;
-  std::vector<at::Tensor> unread;
-};
 
 // encode() turns gradients into a wire, decode() turns the ranks' sum of it into gradients. A codec knows nothing of ranks,
 // collectives or the divisor: its caller gives it the scale of the gradients. It keeps what it remembers, and no wire: what it
@@ -83,9 +77,8 @@ class Codec {
   virtual void undo(const at::Tensor& only_if) {}
 };
 
-// Sends gradients as they are, in dtype `wire`; none: in their own dtype. `always`: gradients that have that dtype already are
-// copied to a wire too, because it has to be in memory of a certain kind.
-std::shared_ptr<Codec> make_cast(std::optional<c10::ScalarType> wire, bool always = false);
+// Sends gradients as they are, in dtype `wire`; none: in their own dtype.
+std::shared_ptr<Codec> make_cast(std::optional<c10::ScalarType> wire);
 
 struct LowRankOptions {
   bool error_feedback;

@@ -20,7 +20,7 @@ Gather::Gather(Lanes lanes, c10::Device device, Cut cut, size_t buckets, std::sh
     : lanes_(std::move(lanes)),
       device_(device),
       cut_(std::move(cut)),
-      stages_(make_stages(lanes_, device, /*own_sums=*/false)),
+      owners_(make_owners(lanes_, device, /*own_sums=*/false)),
       interruption_(std::move(interruption)) {
   for (size_t bucket = 0; bucket < buckets; ++bucket) pieces_.emplace_back(tag(model, bucket), bucket);
 }
@@ -31,7 +31,7 @@ void Gather::start(size_t bucket, const at::Tensor& memory) {
   piece.wire = memory;
   piece.shards = cut_(memory, bucket);
   const WithoutPythonObjects without;
-  stages_->start_spread(0, lanes_.of(bucket, 0), piece, piece.shards);
+  owners_->start_spread(0, lanes_.of(bucket, 0), piece, piece.shards);
 }
 
 void Gather::wait(size_t bucket) {

@@ -4,13 +4,13 @@
 #include <memory>
 #include <vector>
 
-#include "transport/transport.h"
+#include "transport/collectives.h"
 #include "waits/interruption.h"
 
 namespace fastddp {
 
-// One all-gather for each bucket of a plan, in place: each rank writes its run of the bucket's memory (note [Runs of a wire],
-// transport.h), and receives the others'. Buckets may be on their way at the same time. All ranks start them in the same order.
+// One all-gather for each bucket of a plan, in place: each rank writes its run of the bucket's memory (note [Halves of a sum],
+// collectives.h), and receives the others'. Buckets may be on their way at the same time. All ranks start them in the same order.
 class Gather {
  public:
   // `interruption`: ends waits, as in a window. `model`: its number, for ranks that gather several models' parameters in different
@@ -28,7 +28,7 @@ class Gather {
   const Lanes lanes_;
   const c10::Device device_;
   const Cut cut_;
-  const std::unique_ptr<Stages> stages_;
+  std::shared_ptr<const Owners> owners_;
   const std::shared_ptr<Interruption> interruption_;
   std::vector<Piece> pieces_;  // by bucket
 };

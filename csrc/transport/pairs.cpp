@@ -13,7 +13,7 @@ int Messages::tag(size_t round, const Piece& piece) {
 }
 
 void sum_parts(const Level& level, size_t bucket, const std::vector<at::Tensor>& parts, const at::Tensor& target,
-               Adder* adder) {
+               const Adder* adder) {
   const auto& own = parts[level.place];
   if (adder != nullptr) return adder->add(bucket, own.storage_offset(), parts, target);  // a wire has its own storage
   if (c10::elementSize(target.scalar_type()) == 2) return sum_shards(parts, target);

@@ -3,11 +3,11 @@
 
 #include <vector>
 
-#include "transport/stages.h"
+#include "transport/owners.h"
 
 namespace fastddp {
 
-// Those of one piece in one round, as Stages starts them. Their memory has to live until they are waited for.
+// Those of one piece in one round, as Owners starts them. Their memory has to live until they are waited for.
 class Messages {
  public:
   Messages(c10d::ProcessGroup& group, Piece& piece, size_t round)
@@ -52,6 +52,6 @@ void for_others(const Level& level, size_t count, const Function& function) {
 
 // target = the sum of `parts`, what each rank of the level has of this rank's shard, or of a part of the shard. `target` may be this
 // rank's own. Those of other ranks may be written to.
-void sum_parts(const Level& level, size_t bucket, const std::vector<at::Tensor>& parts, const at::Tensor& target, Adder* adder);
+void sum_parts(const Level& level, size_t bucket, const std::vector<at::Tensor>& parts, const at::Tensor& target, const Adder* adder);
 
 }  // namespace fastddp

@@ -124,10 +124,10 @@ uint64_t offset(const Shards& shards, size_t place) {
   return static_cast<uint64_t>(shards[place].storage_offset() - shards[0].storage_offset()) * shards[0].element_size();
 }
 
-class Reads : public Stages {
+class Reads : public Owners {
  public:
   Reads(Level level, const Processes& processes, c10d::ProcessGroup& lane)
-      : Stages(std::move(level)), timeout_(timeout_of(lane)) {
+      : Owners(std::move(level)), timeout_(timeout_of(lane)) {
     const auto outboxes = exchange_outboxes(lane);
     for (size_t place = 0; place < level_.ranks.size(); ++place) {
       const auto rank = level_.ranks[place];
@@ -235,7 +235,7 @@ class Reads : public Stages {
   // Ranks are added in the order of Pairs.
   void add_up(size_t bucket, const std::vector<Remote>& remotes, const Shards& shards, const Sum& sum) const {
     const auto& own = shards[level_.place];
-    const auto unit = sum.adder != nullptr ? sum.adder->unit() : 1, size = static_cast<int64_t>(own.element_size());
+    const auto unit = sum.adder != nullptr ? sum.adder->unit : 1, size = static_cast<int64_t>(own.element_size());
     const auto count_of_others = static_cast<int64_t>(remotes.size());
     const auto part = std::max<int64_t>(1, kPartBytes / (size * unit * count_of_others)) * unit;
     const auto bytes = std::min(part, own.numel()) * size;
@@ -298,8 +298,8 @@ bool can_read(const Level& level, const Processes& processes) {
   });
 }
 
-std::unique_ptr<Stages> make_reads(Level level, const Processes& processes, c10d::ProcessGroup& lane) {
-  return std::make_unique<Reads>(std::move(level), processes, lane);
+std::shared_ptr<const Owners> make_reads(Level level, const Processes& processes, c10d::ProcessGroup& lane) {
+  return std::make_shared<Reads>(std::move(level), processes, lane);
 }
 
 }  // namespace fastddp

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "transport/lanes.h"
-#include "transport/stages.h"
+#include "transport/owners.h"
 
 namespace fastddp {
 
@@ -24,6 +24,6 @@ namespace fastddp {
 bool can_read(const Level& level, const Processes& processes);
 
 // Tells the level's ranks about its outbox, by messages over `lane`: all of them call it together.
-std::unique_ptr<Stages> make_reads(Level level, const Processes& processes, c10d::ProcessGroup& lane);
+std::shared_ptr<const Owners> make_reads(Level level, const Processes& processes, c10d::ProcessGroup& lane);
 
 }  // namespace fastddp

@@ -1,4 +1,4 @@
-#include "transport/stages.h"
+#include "transport/owners.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -36,9 +36,9 @@ at::Tensor room_for(Piece& piece, const Shards& shards, const Level& level, size
   return piece.room;
 }
 
-class Pairs : public Stages {
+class Pairs : public Owners {
  public:
-  using Stages::Stages;
+  using Owners::Owners;
 
   void start_sum(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards, const Sum&) const override {
     Messages messages{lane, piece, round};
@@ -77,9 +77,11 @@ class Pairs : public Stages {
 };
 
 // What travels are bytes: backends need not know the dtype.
-class AllToAll : public Stages {
+class AllToAll : public Owners {
  public:
-  using Stages::Stages;
+  using Owners::Owners;
+
+  bool takes_room() const override { return true; }
 
   void start_sum(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards, const Sum&) const override {
     if (piece.sent > 0) return;
@@ -124,9 +126,9 @@ class AllToAll : public Stages {
   }
 };
 
-class Collectives : public Stages {
+class Collectives : public Owners {
  public:
-  using Stages::Stages;
+  using Owners::Owners;
 
   void start_sum(size_t, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards, const Sum&) const override {
     const auto reduce_scatter = [&](at::Tensor& own, at::Tensor& all) { return lane._reduce_scatter_base(own, all); };
@@ -172,24 +174,24 @@ class Collectives : public Stages {
 
 }  // namespace
 
-std::unique_ptr<Stages> make_pairs(Level level, const Lanes& lanes) {
+std::shared_ptr<const Owners> make_pairs(Level level, const Lanes& lanes) {
   if (can_read(level, lanes.processes())) return make_reads(std::move(level), lanes.processes(), *lanes.first());
-  return std::make_unique<Pairs>(std::move(level));
+  return std::make_shared<Pairs>(std::move(level));
 }
 
-std::unique_ptr<Stages> make_all_to_all(Level level) {
-  return std::make_unique<AllToAll>(std::move(level));
+std::shared_ptr<const Owners> make_all_to_all(Level level) {
+  return std::make_shared<AllToAll>(std::move(level));
 }
 
-std::unique_ptr<Stages> make_collectives(Level level) {
-  return std::make_unique<Collectives>(std::move(level));
+std::shared_ptr<const Owners> make_collectives(Level level) {
+  return std::make_shared<Collectives>(std::move(level));
 }
 
 bool goes_in_pairs(c10d::ProcessGroup& group, c10::Device device) {
   return device.is_cpu() && group.getBackend(device.type())->getBackendName() == "gloo";
 }
 
-std::unique_ptr<Stages> make_stages(const Lanes& lanes, c10::Device device, bool own_sums) {
+std::shared_ptr<const Owners> make_owners(const Lanes& lanes, c10::Device device, bool own_sums) {
   const auto level = all_ranks(static_cast<size_t>(lanes.ranks()), lanes.first()->getRank());
   if (goes_in_pairs(*lanes.first(), device)) return make_pairs(level, lanes);
   return own_sums ? make_all_to_all(level) : make_collectives(level);

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -20,20 +21,17 @@ namespace fastddp {
 // gradient counts: zero_grad removes the notice, and with it the gradient. Before autograd adds to a parameter with a notice, we
 // take the notice away and keep a copy of the span's gradient. When the window's averages have come, the copy is added to them. So
 // gradients add up over windows as under torch's DDP.
-class OwnShard {
+class Shard {
  public:
   // `holders`: by span, the optimizer's tensors. `notices`: by member of the bucket.
-  OwnShard(const Sharding& sharding, size_t bucket, std::vector<at::Tensor> holders, std::vector<at::Tensor> notices);
+  Shard(const Sharding& sharding, size_t bucket, std::vector<at::Tensor> holders, std::vector<at::Tensor> notices);
 
-  // The spans as a bucket; its gradients are those of the holders.
-  Bucket spans;
+  // This rank's spans, in their places in the bucket's wire.
+  const Spans& mine() const { return mine_; }
+  // The same with gradients to write: makes memory where there is none.
+  const Spans& mine_to_write();
 
-  // Where a span begins in the bucket's wire.
-  int64_t place(size_t span) const { return run_.begin + offsets_[span]; }
-
-  // Whether the notice is in `gradient`, which is that of the bucket's member.
-  bool is_notice(size_t member, const at::Tensor& gradient) const { return gradient.is_same(notices_[member]); }
-  // Takes the notice out of `gradient`, if it is there. Returns whether it was.
+  // Takes the notice out of the member's gradient, if it is there. Returns whether it was.
   bool take_back(size_t member, at::Tensor& gradient);
   bool was_taken_back(size_t member) const { return taken_back_[member]; }
   // What was taken back has been removed since; `is_zero`: it has become zero.
@@ -41,36 +39,41 @@ class OwnShard {
 
   // The ranks' sums are in this rank's run of `wire`. Makes them the spans' gradients.
   void take(Bucket& bucket, const at::Tensor& wire);
-  // The span's gradient is this window's. Leaves the notice in `gradient`.
-  void finish(size_t member, at::Tensor& gradient);
+  // The gradient of the member's span is this window's. Leaves the notice in its place.
+  void finish(Bucket& bucket, size_t member);
   // The same for all members without a placeholder.
   void finish(Bucket& bucket) {
     for (size_t member = 0; member < bucket.size(); ++member) {
-      if (!bucket.window[member].has_placeholder()) finish(member, bucket.held(member));
+      if (!bucket.window[member].has_placeholder()) finish(bucket, member);
     }
   }
   // The window has brought nothing for the member, on any rank.
-  void restore(size_t member, at::Tensor& gradient);
+  void restore(Bucket& bucket, size_t member);
   // Adds this rank's part of `whole`, which has all numbers of the bucket's member.
-  void add(const Bucket& bucket, size_t member, const at::Tensor& whole);
+  void add(Bucket& bucket, size_t member, const at::Tensor& whole);
   // The span's gradient, if `gradient` is the notice; else `gradient`. Undefined: the span is another rank's.
   at::Tensor own_gradient(size_t member, const at::Tensor& gradient) const {
     if (!gradient.defined() || !is_notice(member, gradient)) return gradient;
-    return span_of_[member] ? spans.held(*span_of_[member]) : at::Tensor();
+    return span_of_[member] ? held(*span_of_[member]) : at::Tensor();
   }
   // A window has failed: gradients become zero.
   void zero();
 
  private:
+  bool is_notice(size_t member, const at::Tensor& gradient) const { return gradient.is_same(notices_[member]); }
+  at::Tensor& held(size_t span) const { return holders_[span].mutable_grad(); }
+  // Of a gradient of this window.
+  void leave_notice(size_t member, at::Tensor& gradient);
   void bind(Bucket& bucket, const at::Tensor& wire);
   at::Tensor take_kept(size_t span);
 
-  const Sharding::Run run_;
-  const std::vector<int64_t> offsets_;          // of spans in the run
+  Spans mine_;
+  const std::vector<at::Tensor> holders_;       // by span
   const std::vector<at::Tensor> notices_;       // by member
   std::vector<std::optional<size_t>> span_of_;  // by member
   std::vector<bool> taken_back_;                // by member: its notice
   std::vector<at::Tensor> kept_;                // by span: what is added to the coming average; undefined: nothing
+  const std::unique_ptr<Kernels> kernels_;
   at::Tensor bound_;                            // the wire whose parts the gradients are
 };
 

@@ -1,0 +1,96 @@
+#include "bucket/placing.h"
+
+#include "bucket/shard.h"
+
+namespace fastddp {
+namespace {
+
+// Whether somebody kept a gradient of an earlier window that lives in the wire. `known` counts the references that are not the
+// wire's own: gradients that parameters still have, and placeholders.
+bool somebody_holds_wire(const Bucket& bucket) {
+  const auto& wire = bucket.wire;
+  if (!wire.exists()) return false;
+  size_t known = 0;
+  for (size_t member = 0; member < bucket.size(); ++member) {
+    const auto& gradient = bucket.held(member);
+    const auto& placeholder = bucket.window[member].placeholder;
+    const bool is_in_wire = wire.has(gradient);
+    if (is_in_wire && !lives_in(wire.parts[member], gradient)) return true;  // at another member's place
+    known += is_in_wire;
+    known += placeholder && wire.has(placeholder->gradient);
+  }
+  return wire.is_held_beside(known);
+}
+
+}  // namespace
+
+void leave_wire_to_holders(Bucket& bucket) {
+  const auto& form = bucket.layout.form();
+  if (form.as_bucket_view || form.in_main_grad || !somebody_holds_wire(bucket)) return;
+  bucket.take_another_wire();
+}
+
+void leave_wire(Bucket& bucket, size_t member) {
+  const auto& gradient = std::as_const(bucket).held(member);
+  if (bucket.wire.has(gradient)) take_memory_of(gradient, bucket.layout.empty_gradient(member).copy_(gradient));
+}
+
+void settle(Bucket& bucket, size_t member, bool exclusive) {
+  const auto& gradient = std::as_const(bucket).held(member);
+  const auto& form = bucket.layout.form();
+  const bool may_move = exclusive || form.as_bucket_view || form.in_main_grad;
+  if (!may_move || !bucket.wire.is_planned() || bucket.window[member].has_placeholder() || !gradient.defined()) return;
+  bucket.need_wire();
+  // Gradients of the last window that somebody kept stay as they are.
+  if (!std::exchange(bucket.window.is_settled, true)) leave_wire_to_holders(bucket);
+  const auto& view = bucket.wire.parts[member];
+  if (!lives_in(view, gradient) && fits(gradient, view)) move_in(bucket, member);
+}
+
+void add_to_main(Bucket& bucket, size_t member) {
+  auto& arrived = bucket.layout[member].like.mutable_grad();
+  check_gradient(bucket, member, arrived);
+  settle(bucket, member, /*exclusive=*/false);
+  if (!arrived.defined()) return;  // a layer has added to the main gradient
+  bucket.held(member).add_(arrived);
+  arrived.reset();
+}
+
+void place_main(Bucket& bucket, size_t member) {
+  auto& gradient = bucket.held(member);
+  if (gradient.defined()) return settle(bucket, member, /*exclusive=*/false);
+  if (bucket.wire.is_planned()) bucket.need_wire();
+  gradient = bucket.wire.exists() ? as_gradient(bucket.wire.parts[member]) : bucket.layout.empty_gradient(member);
+  gradient.zero_();
+}
+
+std::vector<size_t> movable_members(const Bucket& bucket) {
+  std::vector<size_t> members;
+  if (!bucket.wire.exists() || somebody_holds_wire(bucket)) return members;
+  for (size_t member = 0; member < bucket.size(); ++member) {
+    if (lives_in(bucket.wire.parts[member], bucket.held(member))) members.push_back(member);
+  }
+  return members;
+}
+
+void move_in(Bucket& bucket, size_t member) {
+  if (!bucket.wire.is_planned()) return;
+  bucket.need_wire();
+  auto& gradient = bucket.held(member);
+  const auto& view = bucket.wire.parts[member];
+  view.copy_(gradient);
+  if (bucket.layout.form().as_bucket_view) {
+    gradient = view;
+  } else {
+    take_memory_of(gradient, view);
+  }
+}
+
+void zero_wire(Bucket& bucket) {
+  if (bucket.shard != nullptr) bucket.shard->zero();
+  if (!bucket.wire.exists()) return;
+  leave_wire_to_holders(bucket);
+  bucket.wire.tensor().zero_();
+}
+
+}  // namespace fastddp

@@ -1,0 +1,32 @@
+// Where a bucket's gradients live between two packs: note [Where gradients live], bucket.h.
+#pragma once
+
+#include <vector>
+
+#include "bucket/bucket.h"
+
+namespace fastddp {
+
+// If somebody kept a gradient of an earlier window that lives in the wire, leaves the wire to them and takes a new one.
+void leave_wire_to_holders(Bucket& bucket);
+// Moves the gradient out of the wire, if it lives there, into memory of its own.
+void leave_wire(Bucket& bucket, size_t member);
+
+// Between the microbatches of a window: moves the gradient into the wire, if it may live there. The next microbatch is added to it
+// there. It must be `exclusive`, except with gradient_as_bucket_view and for main gradients. Note [Main gradients].
+void settle(Bucket& bucket, size_t member, bool exclusive);
+// Adds `parameter.grad`, if there is one, to the main gradient, and frees it.
+void add_to_main(Bucket& bucket, size_t member);
+// Moves the main gradient into the wire, if it may live there. A new main gradient is zero.
+void place_main(Bucket& bucket, size_t member);
+
+// Between two windows: the members whose gradients live in the wire and may move to another one. None, if anybody but parameters
+// refers to the wire.
+std::vector<size_t> movable_members(const Bucket& bucket);
+// Moves the member's gradient and its values into the wire, if gradients can live there.
+void move_in(Bucket& bucket, size_t member);
+// Zeroes the wire, and so the gradients that live there. Gradients of a failed window are void: a collective may have written to
+// them after the caller set them to zero.
+void zero_wire(Bucket& bucket);
+
+}  // namespace fastddp

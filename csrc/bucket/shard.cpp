@@ -1,0 +1,137 @@
+#include "bucket/shard.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "bucket/bucket_range.h"
+
+namespace fastddp {
+namespace {
+
+// A span is written as its holder's gradient, which has the holder's shape.
+Spans spans_with(const std::vector<at::Tensor>& holders, const Sharding& sharding, size_t bucket) {
+  const auto dtype = c10::toRealValueType(holders.front().scalar_type());
+  Spans mine{.bucket = bucket, .dtype = dtype, .device = holders.front().device()};
+  for (auto span : sharding.spans(bucket)) {
+    span.like = holders[span.number];
+    mine.all.push_back(std::move(span));
+  }
+  return mine;
+}
+
+}  // namespace
+
+Shard::Shard(const Sharding& sharding, size_t bucket, std::vector<at::Tensor> holders, std::vector<at::Tensor> notices)
+    : mine_(spans_with(holders, sharding, bucket)),
+      holders_(std::move(holders)),
+      notices_(std::move(notices)),
+      span_of_(notices_.size()),
+      taken_back_(notices_.size()),
+      kept_(holders_.size()),
+      kernels_(make_kernels(mine_.device)) {
+  const auto& parameters = sharding.parameters(bucket);
+  for (const auto& span : mine_.all) {
+    if (span.length() == 0) continue;
+    const auto found = std::ranges::find(parameters, span.parameter);
+    span_of_[static_cast<size_t>(found - parameters.begin())] = span.number;
+  }
+}
+
+const Spans& Shard::mine_to_write() {
+  for (auto& span : mine_.all) {
+    auto& gradient = held(span.number);
+    if (!gradient.defined()) gradient = empty_gradient(span.like, span.like.scalar_type());
+    bump_version(gradient);
+    span.gradient = gradient;
+  }
+  return mine_;
+}
+
+bool Shard::take_back(size_t member, at::Tensor& gradient) {
+  if (!gradient.defined() || !is_notice(member, gradient)) return false;
+  gradient.reset();
+  taken_back_[member] = true;
+  const auto span = span_of_[member];
+  if (span && held(*span).defined()) kept_[*span] = held(*span).clone();
+  return true;
+}
+
+// It was made on the stream of a gradient.
+at::Tensor Shard::take_kept(size_t span) {
+  auto kept = std::exchange(kept_[span], {});
+  keep_for_current_stream(kept);
+  return kept;
+}
+
+void Shard::take(Bucket& bucket, const at::Tensor& wire) {
+  if (wire.scalar_type() == mine_.dtype && !bucket.lends_wire()) return bind(bucket, wire);
+  std::vector<Slot> slots;
+  for (const auto& span : mine_to_write().all) {
+    slots.push_back({span.gradient, view_of(wire, span.like, static_cast<size_t>(span.offset))});
+  }
+  const BucketRange range("unpack", bucket);
+  const auto found = kernels_->unpack(slots, /*measuring=*/true);
+  if (found.defined()) bucket.window.seen = {{found}, {}};
+}
+
+// They are the same tensors in every window while the wire is the same.
+void Shard::bind(Bucket& bucket, const at::Tensor& wire) {
+  const bool is_bound = bound_.defined() && bound_.is_same(wire);
+  for (const auto& span : mine_.all) {
+    auto& gradient = held(span.number);
+    const auto part = view_of(wire, span.like, static_cast<size_t>(span.offset));
+    if (is_bound && lives_in(part, gradient)) continue;
+    gradient = as_gradient(part);
+    bucket.wire.lend(gradient);
+  }
+  bound_ = wire;
+}
+
+void Shard::leave_notice(size_t member, at::Tensor& gradient) {
+  gradient = notices_[member];
+  taken_back_[member] = false;
+}
+
+void Shard::finish(Bucket& bucket, size_t member) {
+  leave_notice(member, bucket.held(member));
+  const auto span = span_of_[member];
+  if (!span) return;
+  bump_version(held(*span));
+  const auto kept = take_kept(*span);
+  if (!kept.defined()) return;
+  bucket.window.note_rewritten();
+  held(*span).add_(kept);
+}
+
+void Shard::restore(Bucket& bucket, size_t member) {
+  bucket.window.note_rewritten();
+  if (!taken_back_[member]) return;
+  leave_notice(member, bucket.held(member));
+  const auto span = span_of_[member];
+  if (!span) return;
+  if (const auto kept = take_kept(*span); kept.defined()) about_to_write(held(*span)).copy_(kept);
+}
+
+void Shard::add(Bucket& bucket, size_t member, const at::Tensor& whole) {
+  if (!span_of_[member]) return;
+  bucket.window.note_rewritten();
+  const auto& span = mine_.all[*span_of_[member]];
+  const auto begin = static_cast<size_t>(span.offset - bucket.layout.offset(member));
+  about_to_write(held(span.number)).add_(view_of(whole, span.like, begin));
+}
+
+void Shard::forget(size_t member, bool is_zero) {
+  taken_back_[member] = is_zero;
+  const auto span = span_of_[member];
+  if (!span || !kept_[*span].defined()) return;
+  is_zero ? void(kept_[*span].zero_()) : kept_[*span].reset();
+}
+
+void Shard::zero() {
+  for (size_t member = 0; member < notices_.size(); ++member) forget(member);
+  for (const auto& span : mine_.all) {
+    if (held(span.number).defined()) about_to_write(held(span.number)).zero_();
+  }
+}
+
+}  // namespace fastddp
