@@ -29,8 +29,7 @@ class Wire {
     bool has_sum_beside = false;  // the ranks' sum comes to memory of its own, as long as the wire
     WireMemory memory = nullptr;  // null: the allocator's
     bool operator==(const Need& other) const {
-      return dtype == other.dtype && device == other.device && elements == other.elements &&
-             has_sum_beside == other.has_sum_beside;
+      return dtype == other.dtype && device == other.device && elements == other.elements;
     }
   };
   // Says what need() makes; none: nothing travels in it. Another need than before gives back what there is.

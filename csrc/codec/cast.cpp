@@ -41,7 +41,7 @@ class Cast : public Codec {
     }
     const auto found = planned_[spans.bucket].kernels->unpack(slots, /*measuring=*/true);
     if (found.defined()) return {{found}, {}};
-    return {{}, {wire.tensor()}};
+    return are_parts ? Seen() : Seen{{}, {wire.tensor()}};
   }
 
   void fill_void(size_t, size_t bucket, const at::Tensor& place, double value) const override {

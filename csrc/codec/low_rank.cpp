@@ -1,243 +1,413 @@
 // PowerSGD: leg 0 is P and the uncompressed rest, leg 1 is Q.
 #include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
-#include <numeric>
+#include <algorithm>
+#include <array>
 #include <utility>
 
-#include "bucket/bucket_range.h"
-#include "codec/low_rank_parts.h"
+#include "bucket/gradient_memory.h"
+#include "codec/codec.h"
+#include "codec/kept.h"
+#include "codec/rows.h"
+#include "device/cuda_driver.h"
+#include "pack/kernels.h"
 
 namespace fastddp {
 namespace {
+
+// Note [Factors in the message]
+// P and Q travel in the wire's dtype. Where that is the dtype in which they are computed, P is computed in the message itself,
+// and stays there: ranks add it up in place, and it is used from there until the window ends. Q is computed in the message too,
+// and then copied out, because it is also the next window's.
+// Otherwise both have memory of their own, and are packed and unpacked.
+
+// The gradient of a span; batched: of a bucket.
+struct Matrix {
+  size_t span;      // batched: 0
+  uint64_t number;  // the parameter's; batched: the bucket's
+  int64_t rows;
+  at::Tensor p;  // undefined: it is in the message
+  LowRankMemory::Matrix now;
+  LowRankMemory::Matrix kept;  // when the step began, once a window has changed them; no error without error feedback
+  bool has_kept_error = false;
+  // This window.
+  at::Tensor before = {};        // where its error is when it is compressed: note [Errors change places], kept.h
+  at::Tensor error_before = {};  // if discard() may need it
+
+  at::Tensor shaped(const at::Tensor& row) const { return row.view({rows, now.q.size(1)}); }
+};
+
+// Batched: the part of a square that is the span's.
+at::Tensor part_of(const at::Tensor& square, const Span& span) {
+  return view_of(square.view(-1), span.like, static_cast<size_t>(span.offset));
+}
+
+// One bucket. All tensors stay the same from window to window.
+class LowRankBucket {
+ public:
+  LowRankBucket(const Spans& spans, const LowRankOptions& options, const LowRankMemory& memory)
+      : options_(options),
+        wire_(options.wire.value_or(spans.dtype)),
+        in_message_(wire_ == (spans.dtype == at::kDouble ? at::kDouble : at::kFloat)),
+        place_of_(spans.all.size()),
+        low_rank_(make_low_rank_kernels(spans.device)),
+        p_kernels_(in_message_ ? nullptr : make_kernels(spans.device)),
+        q_kernels_(make_kernels(spans.device)),
+        gradient_kernels_(make_kernels(spans.device)) {
+    if (options.batched) {
+      const auto& square = memory.of_buckets.at(spans.bucket);
+      add(square, square.q.size(1), 0, spans.bucket);
+      result_ = at::empty({square.error.numel()}, square.error.options());
+      return;
+    }
+    for (const auto& span : spans.all) {
+      const auto& matrix = memory.of_parameters.at(span.parameter);
+      if (!matrix.q.defined()) {
+        rest_.push_back(span);
+        rest_elements_ += span.length();
+        continue;
+      }
+      place_of_[span.number] = matrices_.size();
+      add(matrix, span.like.numel() / matrix.q.size(1), span.number, span.parameter);
+    }
+    for (size_t i = 0; i < rest_.size(); ++i) place_of_[rest_[i].number] = matrices_.size() + i;
+    elements_[0] += rest_elements_;
+  }
+
+  std::vector<Leg> legs() const {
+    return {{.dtype = wire_, .elements = elements_[0], .is_whole = options_.batched}, {wire_, elements_[1]}};
+  }
+
+  // Note [A failed window of PowerSGD]
+  // The factors Q have to stay equal on all ranks. If a window fails on all ranks, each restores the errors and Q from the
+  // start of the step. If one rank alone failed, it sends zeros for P and Q, receives the others' sums, and goes on with their
+  // Q. It sends NaN for the uncompressed rest, so that the others notice.
+  void fill_void(size_t leg, const at::Tensor& place, double value) const {
+    place.zero_();
+    if (leg == 0) rest_of(place).fill_(value);
+  }
+
+  // ---------------------------------------------------------------------------------------------------- the stages
+
+  void make_p(const Spans& spans, Numbers which, Wires wires, double scale) {
+    std::vector<size_t> compressed;
+    std::vector<Slot> rest;
+    for (const auto number : which) {
+      const auto place = place_of_[number];
+      if (place >= matrices_.size()) {
+        rest.push_back({spans.all[number].gradient, places(0, wires)[place]});
+      } else if (compressed.empty() || compressed.back() != place) {  // batched: all are of one
+        compressed.push_back(place);
+      }
+    }
+    compress(spans, compressed, wires, scale);
+    gradient_kernels_->pack(rest, scale, spans.call);
+  }
+
+  void make_q(const Spans& spans, Wires wires, double scale) {
+    keep_q();
+    if (!in_message_) p_kernels_->unpack(factors(0, wires), false);
+    const auto slots = factors(1, wires);
+    Rows rows;
+    std::vector<LowRankMatrix> matrices;
+    std::vector<Basis> bases;
+    for (size_t i = 0; i < matrices_.size(); ++i) {
+      const bool has_error = matrices_[i].now.error.defined();  // then M is there
+      matrices.push_back(matrix(i, has_error ? at::Tensor() : to_read(rows, spans, i), wires));
+      if (in_message_) matrices[i].q = slots[i].view;
+      bases.push_back({matrices[i].p, 0});
+    }
+    low_rank_->orthogonalise(bases, options_.epsilon, std::nullopt);
+    low_rank_->project(matrices, in_message_ ? scale : 1.0);
+    if (!in_message_) q_kernels_->pack(slots, scale);
+  }
+
+  void receive_rest(const Spans& spans, Wires wires, Seen& seen) {
+    if (rest_.empty()) return;
+    std::vector<Slot> slots;
+    for (const auto& span : rest_) slots.push_back({spans.all[span.number].gradient, places(0, wires)[place_of_[span.number]]});
+    unpack(slots, rest_of(wires[0].sum()), seen);
+  }
+
+  void receive_q(Wires wires) { q_kernels_->unpack(factors(1, wires), false); }
+
+  void reconstruct(const Spans& spans, Wires wires, Seen& seen) {
+    Rows rows;
+    std::vector<LowRankMatrix> matrices;
+    for (size_t i = 0; i < matrices_.size(); ++i) {
+      const auto& own = matrices_[i];
+      const auto row = options_.batched ? result_ : rows.to_write(spans.all[own.span], spans.dtype);
+      matrices.push_back(matrix(i, own.shaped(row), wires));
+    }
+    const auto measured = low_rank_->reconstruct(matrices);
+    if (options_.batched) return unpack_square(spans, seen);
+    seen.measured.push_back(measured);
+    rows.write_back();
+  }
+
+  // For the next window.
+  void prepare_q(uint64_t seed) {
+    std::vector<Basis> bases;
+    for (const auto& matrix : matrices_) {
+      if (!options_.warm_start) matrix.now.q.zero_();  // so every vector is drawn anew
+      bases.push_back({matrix.now.q.t(), matrix.number});
+    }
+    low_rank_->orthogonalise(bases, options_.epsilon, seed);
+  }
+
+  // Tensors that live as long as this object.
+  std::vector<at::Tensor> used_by_the_side_stream() const {
+    std::vector<at::Tensor> tensors{result_};
+    for (const auto& own : matrices_) {
+      tensors.insert(tensors.end(), {own.p, own.now.q, own.now.error, own.kept.error, own.kept.q, own.error_before});
+    }
+    return tensors;
+  }
+
+  // ---------------------------------------------------------------------- note [What is remembered for good], codec.h
+
+  void step_begins() {
+    has_kept_q_ = false;
+    for (auto& matrix : matrices_) matrix.has_kept_error = false;
+  }
+
+  // The window is about to change Q. Copies it, if this step has not changed it before.
+  void keep_q() {
+    if (matrices_.empty() || std::exchange(has_kept_q_, true)) return;
+    std::vector<at::Tensor> kept, now;
+    for (const auto& matrix : matrices_) {
+      kept.push_back(matrix.kept.q);
+      now.push_back(matrix.now.q);
+    }
+    at::_foreach_copy_(kept, now);
+  }
+
+  // The results for `which` will be dropped: their errors are what they were before this window.
+  void discard(const Spans& spans, Numbers which) {
+    for (const auto number : which) {
+      if (place_of_[number] >= matrices_.size()) continue;
+      const auto& matrix = matrices_[place_of_[number]];
+      if (!matrix.error_before.defined()) continue;
+      const auto own = [&](const at::Tensor& error) { return options_.batched ? part_of(error, spans.all[number]) : error; };
+      own(matrix.now.error).copy_(own(matrix.error_before));
+    }
+  }
+
+  void undo(const at::Tensor& only_if) {
+    for (const auto& matrix : matrices_) {
+      if (has_kept_q_) bring_back(matrix.now.q, matrix.kept.q, only_if);
+      if (matrix.has_kept_error) undo_errors(matrix.now.error, matrix.kept.error, only_if, is_captured_);
+    }
+    if (!only_if.defined()) step_begins();
+  }
+
+ private:
+  void add(const LowRankMemory::Matrix& memory, int64_t rows, size_t span, uint64_t number) {
+    const auto& [error, q] = memory;
+    const auto p = in_message_ ? at::Tensor() : at::empty({rows, q.size(0)}, q.options());
+    const auto kept_error = options_.error_feedback ? at::empty_like(error) : at::Tensor();
+    matrices_.push_back({span, number, rows, p, memory, {kept_error, at::empty_like(q)}});
+    elements_[0] += rows * q.size(0);
+    elements_[1] += q.numel();
+  }
+
+  // The places of the factors in a leg's wire, then those of the rest.
+  const std::vector<at::Tensor>& places(size_t leg, Wires wires) const {
+    auto& places = wires[leg].parts;
+    if (!places.empty()) return places;
+    const auto& wire = wires[leg].tensor();
+    int64_t offset = 0;
+    for (const auto& matrix : matrices_) {
+      const auto rank = matrix.now.q.size(0), elements = leg == 0 ? matrix.rows * rank : matrix.now.q.numel();
+      const auto place = wire.narrow(0, offset, elements);
+      places.push_back(leg == 0 ? place.view({matrix.rows, rank}) : place.view_as(matrix.now.q));
+      offset += elements;
+    }
+    for (size_t i = 0; i < rest_.size() && leg == 0; ++i) {
+      places.push_back(view_of(wire, rest_[i].like, static_cast<size_t>(offset)));
+      offset += rest_[i].length();
+    }
+    return places;
+  }
+
+  at::Tensor rest_of(const at::Tensor& wire) const { return wire.narrow(0, elements_[0] - rest_elements_, rest_elements_); }
+
+  // From the factors to their places.
+  std::vector<Slot> factors(size_t leg, Wires wires) const {
+    std::vector<Slot> slots;
+    for (size_t i = 0; i < matrices_.size(); ++i) {
+      slots.push_back({leg == 0 ? matrices_[i].p : matrices_[i].now.q, places(leg, wires)[i]});
+    }
+    return slots;
+  }
+
+  LowRankMatrix matrix(size_t i, const at::Tensor& gradient, Wires wires) const {
+    const auto& own = matrices_[i];
+    return {gradient, own.now.error, in_message_ ? places(0, wires)[i] : own.p, own.now.q, own.before};
+  }
+
+  at::Tensor to_read(Rows& rows, const Spans& spans, size_t i) const {
+    return matrices_[i].shaped(rows.to_read(spans.all[matrices_[i].span], spans.dtype));
+  }
+
+  void compress(const Spans& spans, const std::vector<size_t>& which, Wires wires, double scale) {
+    keep_errors(spans, which);
+    if (options_.batched) add_gradients(spans);
+    Rows rows;
+    std::vector<LowRankMatrix> matrices;
+    std::vector<Slot> slots;
+    for (const auto i : which) {
+      matrices.push_back(matrix(i, options_.batched ? at::Tensor() : to_read(rows, spans, i), wires));
+      slots.push_back({matrices_[i].p, places(0, wires)[i]});
+    }
+    low_rank_->compress(matrices, in_message_ ? scale : 1.0);
+    if (!in_message_) p_kernels_->pack(slots, scale, spans.call);
+  }
+
+  // The window is about to write all errors of `which`.
+  void keep_errors(const Spans& spans, const std::vector<size_t>& which) {
+    is_captured_ = is_captured_ || is_capturing(spans.device);
+    const auto may_be_dropped = [&](const Matrix& matrix) {
+      return options_.batched ? std::ranges::any_of(spans.all, &Span::may_be_dropped) : spans.all[matrix.span].may_be_dropped;
+    };
+    std::vector<at::Tensor> kept, now;
+    for (const auto i : which) {
+      auto& matrix = matrices_[i];
+      const auto &error = matrix.now.error, &own = matrix.kept.error;
+      matrix.before = error;
+      if (!own.defined()) continue;
+      if (std::exchange(matrix.has_kept_error, true)) {
+        matrix.error_before = may_be_dropped(matrix) ? error.clone() : at::Tensor();
+        continue;
+      }
+      matrix.error_before = own;
+      if (!is_captured_ && change_places(error, own)) {
+        matrix.before = own;
+      } else {
+        kept.push_back(own);
+        now.push_back(error);
+      }
+    }
+    if (!kept.empty()) at::_foreach_copy_(kept, now);
+  }
+
+  // Makes the bucket one square, padded with zeros.
+  void add_gradients(const Spans& spans) {
+    auto& square = matrices_.front();
+    const auto& error = square.now.error;
+    if (!square.before.is_same(error)) error.copy_(square.before);
+    if (!options_.error_feedback) error.zero_();
+    square.before = error;
+    std::vector<at::Tensor> errors, gradients;
+    for (const auto& span : spans.all) {
+      if (!span.gradient.defined()) continue;
+      errors.push_back(part_of(error, span));
+      gradients.push_back(span.gradient);
+    }
+    if (!errors.empty()) at::_foreach_add_(errors, gradients);
+  }
+
+  void unpack_square(const Spans& spans, Seen& seen) {
+    const auto errors = matrices_.front().now.error.view(-1);
+    errors.narrow(0, spans.numbers, errors.numel() - spans.numbers).zero_();  // the padding has no error
+    std::vector<Slot> slots;
+    for (const auto& span : spans.all) slots.push_back({span.gradient, part_of(result_, span)});
+    unpack(slots, result_.narrow(0, 0, spans.numbers), seen);
+  }
+
+  // `values`: those of all slots.
+  void unpack(const std::vector<Slot>& slots, const at::Tensor& values, Seen& seen) {
+    const bool moves_all = std::ranges::all_of(slots, [](const Slot& slot) { return slot.gradient.defined(); });
+    const auto measured = gradient_kernels_->unpack(slots, moves_all);
+    measured.defined() ? seen.measured.push_back(measured) : seen.unread.push_back(values);
+  }
+
+  const LowRankOptions& options_;
+  const c10::ScalarType wire_;
+  const bool in_message_;              // note [Factors in the message]
+  std::vector<Matrix> matrices_;       // batched: one
+  std::vector<Span> rest_;             // uncompressed
+  std::vector<size_t> place_of_;       // by span, among the places in leg 0's wire
+  std::array<int64_t, 2> elements_{};  // of the wire, by leg
+  int64_t rest_elements_ = 0;          // the last ones of leg 0
+  at::Tensor result_;                  // batched: the new gradients, flat
+  std::unique_ptr<LowRankKernels> low_rank_;
+  std::unique_ptr<Kernels> p_kernels_, q_kernels_, gradient_kernels_;  // one each, since each remembers one set of addresses
+  bool has_kept_q_ = false;
+  bool is_captured_ = false;  // a step was captured
+};
 
 class LowRank : public Codec {
  public:
   LowRank(LowRankOptions options, LowRankMemory memory)
       : options_(options), memory_(std::move(memory)), window_(options.first_window) {}
 
-  void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>&) override {
-    parts_.clear();
-    for (auto* bucket : buckets) {
-      bucket->set_wire_format({bucket->layout.gradient_dtype()});
-      bucket->wire.disable();
-      parts_.emplace_back(*bucket, options_, memory_);
+  std::vector<std::vector<Leg>> plan(std::vector<Spans>& buckets, int64_t) override {
+    buckets_.clear();
+    std::vector<std::vector<Leg>> legs;
+    for (auto& spans : buckets) {
+      spans.place(1, 1);
+      legs.push_back(buckets_.emplace_back(spans, options_, memory_).legs());
     }
+    return legs;
   }
 
-  size_t legs() const override { return 2; }
-
-  std::optional<Format> format(size_t leg, const Bucket& bucket) const override {
-    return Format{options_.wire.value_or(bucket.layout.gradient_dtype()), parts_[bucket.index()].elements[leg]};
+  void encode(size_t leg, const Spans& spans, Numbers which, Wires wires, double scale) override {
+    auto& bucket = buckets_[spans.bucket];
+    leg == 0 ? bucket.make_p(spans, which, wires, scale) : bucket.make_q(spans, wires, scale);
   }
 
-  void place(size_t leg, const Bucket& bucket, const at::Tensor& wire, const at::Tensor&) override {
-    auto& parts = of(bucket);
-    leg == 0 ? parts.place_first(bucket, wire) : parts.place_q(wire);
+  Seen decode(const Spans& spans, Wires wires, bool) override {
+    auto& bucket = buckets_[spans.bucket];
+    Seen seen;
+    bucket.receive_rest(spans, wires, seen);
+    bucket.receive_q(wires);
+    bucket.reconstruct(spans, wires, seen);
+    bucket.prepare_q(next_seed(spans.bucket));
+    for (const auto& tensor : bucket.used_by_the_side_stream()) keep_for_current_stream(tensor);
+    return seen;
   }
 
-  void displace(const Bucket& bucket) override { parts_[bucket.index()].leave_wires(); }
+  void discard(const Spans& spans, Numbers which) override { buckets_[spans.bucket].discard(spans, which); }
 
-  void on_gradient(Bucket& bucket, size_t member, double scale) override {
-    if (!bucket.kernels->pack_on_arrival() || options_.batched) return;
-    auto& parts = of(bucket);
-    for (size_t i = 0; i < parts.compressed.size(); ++i) {
-      if (parts.compressed[i] == member) compress(bucket, {i}, scale);
-    }
+  void fill_void(size_t leg, size_t bucket, const at::Tensor& place, double value) const override {
+    buckets_[bucket].fill_void(leg, place, value);
   }
 
-  void encode(size_t leg, Bucket& bucket, double scale) override { leg == 0 ? make_p(bucket, scale) : make_q(bucket, scale); }
-
-  void decode(Bucket& bucket) override {
-    auto& parts = of(bucket);
-    const BucketRange range("unpack", bucket, 1);
-    receive_q(bucket);
-    const auto measured = parts.low_rank->reconstruct(parts.matrices);
-    if (!options_.batched) bucket.window.measured.push_back(measured);
-    if (options_.batched) {
-      const auto all = parts.matrices.front().memory.view(-1);
-      all.narrow(0, bucket.layout.numbers(), all.numel() - bucket.layout.numbers()).zero_();  // the padding has no error
-      bucket.unpack(parts.result);
-    } else {
-      parts.flat.write_back();
-      for (const auto member : parts.compressed) bump_version(bucket.gradient(member));
-    }
-    prepare_q(bucket);
-    for (const auto& gradient : gradients_of(bucket)) bucket.window.kept.add(gradient);
-    for (const auto& tensor : parts.used_by_the_side_stream()) keep_for_current_stream(tensor);
-    parts.let_gradients_go();
+  void recover(size_t bucket, Wires wires) override {
+    buckets_[bucket].keep_q();
+    buckets_[bucket].receive_q(wires);
+    buckets_[bucket].prepare_q(next_seed(bucket));
   }
-
-  const std::vector<at::Tensor>& measure(Bucket& bucket) override {
-    auto& parts = of(bucket);
-    if (options_.batched) return bucket.measure_gradients();
-    if (!std::exchange(parts.rest_is_measured, true)) measure_rest(bucket, parts);
-    return bucket.window.measured;
-  }
-
-  // Note [A failed window of PowerSGD]
-  // The factors Q have to stay equal on all ranks. If a window fails on all ranks, each restores the errors and Q from the start
-  // of the step. If one rank alone failed, it sends zeros for P and Q, receives the others' sums, and goes on with their Q.
-  // It sends NaN for the uncompressed rest, so that the others notice.
-  void fill_void(size_t leg, const Bucket& bucket, const at::Tensor& place, double value) const override {
-    const auto rest = leg == 0 ? parts_[bucket.index()].rest_elements : 0;
-    place.zero_();
-    place.narrow(0, place.numel() - rest, rest).fill_(value);
-  }
-
-  void recover(Bucket& bucket) override {
-    auto& parts = of(bucket);
-    std::vector<size_t> all(parts.matrices.size());
-    std::iota(all.begin(), all.end(), size_t{0});
-    parts.keep_q(all);
-    receive_q(bucket);
-    prepare_q(bucket);
-  }
-
-  void discard(Bucket& bucket, size_t member) override { of(bucket).discard(bucket, member); }
 
   void keep() override {
-    for (auto& parts : parts_) parts.step_begins();
+    for (auto& bucket : buckets_) bucket.step_begins();
   }
 
   void undo(const at::Tensor& only_if) override {
-    for (auto& parts : parts_) parts.undo(only_if);
+    for (auto& bucket : buckets_) bucket.undo(only_if);
   }
 
  private:
-  LowRankParts& of(const Bucket& bucket) { return parts_[bucket.index()]; }
-
-  // ---------------------------------------------------------------------------------------------------- the stages
-
-  void make_p(Bucket& bucket, double scale) {
-    const BucketRange range("pack", bucket);
-    auto& parts = of(bucket);
-    bucket.wait_for_gradients();
-    std::vector<size_t> left;  // matrices that did not start on arrival
-    for (size_t i = 0; i < parts.compressed.size(); ++i) {
-      if (!bucket.window[parts.compressed[i]].packed) left.push_back(i);
-    }
-    if (options_.batched) {
-      compress_all(bucket, scale);
-    } else if (!left.empty()) {
-      compress(bucket, left, scale);
-    }
-    if (!parts.in_message) parts.p_kernels->pack(parts.p_slots, scale);
-    std::vector<Slot> slots;
-    for (size_t i = 0; i < parts.rest.size(); ++i) {
-      slots.push_back({bucket.gradient(parts.rest[i]), parts.rest_views[i], parts.rest[i]});
-    }
-    if (!slots.empty()) bucket.kernels->pack(slots, scale, 0, bucket.sums_of_packed(slots));
-  }
-
-  // The matrices `which` of the bucket.
-  void compress(Bucket& bucket, const std::vector<size_t>& which, double scale) {
-    auto& parts = of(bucket);
-    std::vector<LowRankMatrix> matrices;
-    std::vector<size_t> members;
-    for (const auto i : which) members.push_back(parts.compressed[i]);
-    bucket.measure_local(members);
-    parts.keep_errors(bucket, which);
-    for (const auto i : which) {
-      const auto member = parts.compressed[i];
-      auto& matrix = parts.matrices[i];
-      const auto flat = parts.flat.of(bucket, member, bucket.layout.gradient_dtype());
-      matrix.gradient = flat.view({matrix.p.size(0), matrix.q.size(1)});
-      bucket.window[member].packed = true;
-      matrices.push_back(matrix);
-    }
-    parts.low_rank->compress(matrices, parts.in_message ? scale : 1.0);
-  }
-
-  // Compresses the bucket as one square, padded with zeros.
-  void compress_all(Bucket& bucket, double scale) {
-    bucket.measure_local();
-    auto& parts = of(bucket);
-    auto& matrix = parts.matrices.front();
-    parts.keep_errors(bucket, {0});
-    if (!matrix.before.is_same(matrix.memory)) matrix.memory.copy_(matrix.before);
-    if (!options_.error_feedback) matrix.memory.zero_();
-    const auto all = matrix.memory.view(-1);
-    std::vector<at::Tensor> errors, gradients;
-    for (size_t member = 0; member < bucket.size(); ++member) {
-      const auto& gradient = bucket.gradient(member);
-      if (!gradient.defined()) continue;
-      errors.push_back(bucket.layout.view(all, member));
-      gradients.push_back(gradient);
-      bucket.window[member].packed = true;
-    }
-    if (!errors.empty()) at::_foreach_add_(errors, gradients);
-    const LowRankMatrix already_added{{}, matrix.memory, matrix.p, matrix.q, matrix.memory};
-    parts.low_rank->compress({already_added}, parts.in_message ? scale : 1.0);
-  }
-
-  void make_q(Bucket& bucket, double scale) {
-    const BucketRange range("project", bucket, 1);
-    auto& parts = of(bucket);
-    if (!parts.in_message) parts.p_kernels->unpack(parts.p_slots, false);
-    receive_rest(bucket);
-    std::vector<Basis> bases;
-    for (const auto& matrix : parts.matrices) bases.push_back({matrix.p, 0});
-    parts.low_rank->orthogonalise(bases, options_.epsilon, std::nullopt);
-    parts.low_rank->project(parts.projections(), parts.in_message ? scale : 1.0);
-    if (!parts.in_message) parts.q_kernels->pack(parts.q_slots, scale);
-  }
-
-  void receive_rest(Bucket& bucket) {
-    auto& parts = of(bucket);
-    std::vector<Slot> slots;
-    for (size_t i = 0; i < parts.rest.size(); ++i) {
-      slots.push_back({bucket.gradient_to_write(parts.rest[i]), parts.rest_views[i]});
-    }
-    const auto measured = slots.empty() ? at::Tensor() : bucket.kernels->unpack(slots, true);
-    if (measured.defined()) bucket.window.measured.push_back(measured);
-    parts.rest_is_measured = measured.defined() || slots.empty();
-  }
-
-  static void measure_rest(Bucket& bucket, const LowRankParts& parts) {
-    if (parts.rest_wire.defined()) return bucket.window.measured.push_back(bucket.kernels->measure(parts.rest_wire));
-    // Note [Lent wires], bucket/wire.h.
-    for (const auto member : parts.rest) {
-      const auto& gradient = bucket.held(member);
-      if (gradient.defined()) bucket.window.measured.push_back(measure_with_operators(gradient));
-    }
-  }
-
-  void receive_q(Bucket& bucket) {
-    auto& parts = of(bucket);
-    parts.q_kernels->unpack(parts.q_slots, false);
-  }
-
-  // Prepares Q for the next window.
-  void prepare_q(Bucket& bucket) {
-    if (bucket.index() == 0) ++window_;
-    auto& parts = of(bucket);
-    std::vector<Basis> bases;
-    for (size_t i = 0; i < parts.matrices.size(); ++i) {
-      if (!options_.warm_start) parts.matrices[i].q.zero_();  // so every vector is drawn anew
-      bases.push_back({parts.matrices[i].q.t(), parts.numbers[i]});
-    }
-    // Each window has its own seed, the same on all ranks.
-    parts.low_rank->orthogonalise(bases, options_.epsilon, options_.seed * 1000003 + window_);
-  }
-
-  // This window's gradients and their copies.
-  std::vector<at::Tensor> gradients_of(const Bucket& bucket) const {
-    std::vector<at::Tensor> tensors;
-    for (size_t member = 0; member < bucket.size(); ++member) tensors.push_back(bucket.gradient(member));
-    for (const auto& copy : parts_[bucket.index()].flat.copies()) tensors.push_back(copy);
-    return tensors;
+  // Each window has its own seed, the same on all ranks.
+  uint64_t next_seed(size_t bucket) {
+    if (bucket == 0) ++window_;
+    return options_.seed * 1000003 + window_;
   }
 
   const LowRankOptions options_;
   const LowRankMemory memory_;
-  std::vector<LowRankParts> parts_;  // by bucket
-  uint64_t window_;                  // counts ended windows; a window counts when its first bucket has ended
+  std::vector<LowRankBucket> buckets_;
+  uint64_t window_;  // counts ended windows; a window counts when its first bucket has ended
 };
 
 }  // namespace
 
-std::unique_ptr<Codec> make_low_rank(LowRankOptions options, LowRankMemory memory) {
-  return std::make_unique<LowRank>(options, std::move(memory));
+std::shared_ptr<Codec> make_low_rank(LowRankOptions options, LowRankMemory memory) {
+  return std::make_shared<LowRank>(options, std::move(memory));
 }
 
 }  // namespace fastddp

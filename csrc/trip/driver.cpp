@@ -1,0 +1,518 @@
+#include "trip/driver.h"
+
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "bucket/bucket_range.h"
+#include "bucket/packing.h"
+#include "device/cuda_driver.h"
+
+namespace fastddp {
+namespace {
+
+bool is_power_of_two(int64_t number) {
+  return (number & (number - 1)) == 0;
+}
+
+// A wire that stages pass on flies once. Two legs that share a wire enter their stages one after the other.
+void lay_out(Travel& travel, const std::vector<Stage>& stages) {
+  for (size_t stage = 0; stage < stages.size(); ++stage) {
+    if (stages[stage].write) travel.flights.push_back({.first = stage, .end = stage, .travels = {}, .pieces = {}, .started = {}});
+    ++travel.flights.back().end;
+    travel.flight_of.push_back(travel.flights.size() - 1);
+  }
+  for (auto& flight : travel.flights) flight.started.resize(stages.size());
+}
+
+std::vector<size_t> order_of(const Trip& trip) {
+  std::vector<size_t> order;
+  for (size_t stage = 0; stage < trip.stages.size(); ++stage) {
+    if (trip.shared && stage == trip.shared->second) continue;
+    order.push_back(stage);
+    if (trip.shared && stage == trip.shared->first) order.push_back(trip.shared->second);
+  }
+  return order;
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------------------ between two windows
+
+void Driver::prepare(std::shared_ptr<Way> way, Slabs* slabs) {
+  way_ = std::move(way);
+  travels_.clear();
+  auto trip = make_trip(*way_, buckets_.all(), travels_, slabs, lock_);
+  fits_ = trip.has_value();
+  trip_ = fits_ ? std::move(*trip) : Trip();
+  for (auto& travel : travels_) lay_out(travel, trip_.stages);
+  order_ = order_of(trip_);
+  set_weighting(weighting_);
+  status_.reset();
+  is_captured_ = false;
+  begin_window();
+}
+
+// Pack scales gradients in fp32 (fp64 for fp64). For the mean, an allreduce may do it instead. It too multiplies by 1/ranks before it
+// adds, but in the wire's dtype: for 16 bits only a power of two gives the same values.
+void Driver::set_weighting(const Weighting& weighting) {
+  weighting_ = weighting;
+  if (way_ == nullptr || way_->hook != nullptr || !way_->lanes) return;
+  const auto times = way_->node && way_->remembers ? static_cast<double>(way_->lanes->ranks()) : 1.0;
+  const bool may_average = way_->divides && !way_->node && !way_->keeps_runs && way_->nodes.empty();
+  for (auto& travel : travels_) {
+    const auto dtype = travel.legs.empty() ? travel.spans.dtype : travel.legs.front().dtype;
+    const bool rounds_alike = c10::elementSize(dtype) >= 4 || is_power_of_two(way_->lanes->ranks());
+    travel.averages = may_average && rounds_alike && weighting.kind == Weighting::Kind::mean;
+    travel.scale = travel.averages ? 1.0 : times * scale();
+  }
+}
+
+void Driver::keep() {
+  if (trip_.codec != nullptr) trip_.codec->keep();
+}
+
+void Driver::undo(const at::Tensor& only_if) {
+  if (trip_.codec != nullptr) trip_.codec->undo(only_if);
+}
+
+void Driver::begin_window() {
+  ticks_ = finished_ = 0;
+  waits_.reset();
+  in_window_ = was_drained_ = false;
+}
+
+// ------------------------------------------------------------------------------------------------------------------------ a tick
+
+void Driver::tick() {
+  check_fits();
+  in_window_ = true;
+  const bool begins = ticks_ < travels_.size();
+  if (begins) moments_.bucket_starts(*travels_[ticks_].bucket);
+  enter_stages(ticks_, std::nullopt);
+  if (begins) moments_.bucket_started(*travels_[ticks_].bucket);
+  if (ticks_ >= lag()) moments_.bucket_fully_started(*travels_[ticks_ - lag()].bucket);
+  ++ticks_;
+  finish_arrived();
+}
+
+void Driver::gradient(Bucket& bucket, size_t member) {
+  check_fits();
+  auto& travel = travels_[bucket.index()];
+  if (bucket.kernels->pack_on_arrival() && trip_.stages.front().leg) need(travel, 0);
+  trip_.gradient(travel, member);
+}
+
+Travel* Driver::entering(size_t tick, size_t stage) {
+  return stage <= tick && tick - stage < travels_.size() ? &travels_[tick - stage] : nullptr;
+}
+
+void Driver::enter_stages(size_t tick, std::optional<double> void_value) {
+  const auto& shared = trip_.shared;
+  if (shared && shared->first == 0 && tick + 1 < travels_.size()) need(travels_[tick + 1], 0);  // note [Wires of legs]
+  for (const auto stage : order_) {
+    const bool shares = shared && (stage == shared->first || stage == shared->second);
+    if (auto* const travel = entering(tick, stage)) {
+      if (stage == 0 && !void_value) {
+        enter(*travel, stage, void_value);
+        if (!shares) start(*travel, stage);
+      } else {
+        const auto on_side_streams = buckets_.side_streams().make_current();
+        enter(*travel, stage, void_value);
+        if (!shares) start(*travel, stage);
+      }
+    }
+    if (shares && stage == shared->second) start_shared(tick);
+  }
+}
+
+// Both legs are written.
+void Driver::start_shared(size_t tick) {
+  if (trip_.shared->first == 0) buckets_.side_streams().wait_for_current_streams();
+  const auto on_side_streams = buckets_.side_streams().make_current();
+  for (const auto stage : {trip_.shared->first, trip_.shared->second}) {
+    if (auto* const travel = entering(tick, stage)) start(*travel, stage);
+  }
+}
+
+void Driver::enter(Travel& travel, size_t stage, std::optional<double> void_value) {
+  if (!void_value || (trip_.stages[stage].is_relayed && !was_drained_)) return write(travel, stage);
+  make_void(travel, stage, *void_value);
+}
+
+void Driver::write(Travel& travel, size_t stage) {
+  const auto& now = trip_.stages[stage];
+  if (!now.write) return;
+  if (stage > 0) arrive(travel, stage - 1);
+  if (now.leg) need(travel, *now.leg);
+  const auto travels = now.write(travel);
+  if (carrier(travel, stage).travel != &travel) return;
+  if (const auto room = room_for_status(travel, stage, travels); room.defined()) {
+    write_status(room);
+    status_ = room;
+  }
+  cut(travel, stage, travels);
+}
+
+// Makes the wire of a leg, before its first use in a window.
+void Driver::need(Travel& travel, size_t leg) {
+  if (leg >= travel.legs.size()) return;
+  const auto carried = leg == 1 ? carrier(travel, trip_.shared->second) : At{&travel, 0};
+  auto& wire = travel.wires[leg];
+  if (carried.travel != &travel) {
+    need(*carried.travel, 0);
+    const auto& whole = carried.travel->wires[0].tensor();
+    if (!wire.exists()) wire.become(whole.narrow(0, carried.travel->legs[0].elements, travel.legs[1].elements));
+    return;
+  }
+  if (!wire.need()) return;
+  wire.tensor().zero_();
+  if (!wire.sum().is_same(wire.tensor())) wire.sum().zero_();
+  travel.bucket->window.producers.note(travel.bucket->device());
+}
+
+// Whose flight carries the bucket in this stage, and in which stage of its own: note [Messages], stage.h.
+Driver::At Driver::carrier(Travel& travel, size_t stage) {
+  const auto& shared = trip_.shared;
+  if (!shared || stage < shared->second || stage >= shared->second + shared->of_a_leg) return {&travel, stage};
+  const auto behind = shared->second - shared->first, host = travel.bucket->index() + behind;
+  const bool has_host = host < travels_.size() && guest_of(travels_, shared, host) == &travel;
+  return has_host ? At{&travels_[host], stage - behind} : At{&travel, stage};
+}
+
+
+// Pieces stay while their wire is the same.
+void Driver::cut(Travel& travel, size_t stage, const at::Tensor& travels) {
+  auto& flight = travel.at(stage);
+  if (flight.travels.is_same(travels) && travels.defined()) return;
+  flight.travels = travels;
+  const auto& by = trip_.stages[flight.first];
+  const bool is_empty = !travels.defined() || (travels.numel() == 0 && way_->hook == nullptr);
+  const auto parts = is_empty ? Shards() : by.pieces(travels);
+  TORCH_CHECK(parts.size() <= kMostPieces, "fastddp: bucket ", travel.bucket->index(), " is too long to travel in ", kMostPieces,
+              " pieces");
+  const auto* const of_leg = travel.wire_of(by);
+  const auto& wire = of_leg != nullptr ? *of_leg : travel.bucket->wire;
+  const bool has_beside = wire.exists() && travels.is_same(wire.tensor()) && !wire.sum().is_same(wire.tensor());
+  const auto beside = has_beside && !is_empty ? by.pieces(wire.sum()) : Shards();
+  while (flight.pieces.size() < parts.size()) {
+    const auto number = travel.bucket->index() * kMostPieces + flight.pieces.size();
+    flight.pieces.emplace_back(static_cast<uint32_t>(number), travel.bucket->index());
+  }
+  flight.pieces.erase(flight.pieces.begin() + static_cast<std::ptrdiff_t>(parts.size()), flight.pieces.end());
+  for (size_t i = 0; i < parts.size(); ++i) {
+    auto& piece = flight.pieces[i];
+    piece.wire = parts[i];
+    if (has_beside) (of_leg != nullptr && travel.legs[*by.leg].keeps_sent ? piece.sum : piece.room) = beside[i];
+    travel.bucket->wire.lend(parts[i]);
+  }
+}
+
+// Note [Collectives that were started]
+void Driver::start(Travel& travel, size_t stage) {
+  auto& flight = travel.at(stage);
+  if (flight.pieces.empty() || carrier(travel, stage).travel != &travel) return;
+  const auto& sends = *trip_.stages[stage].sends;
+  // The range of a codec's wire names no bucket, since it may carry another one's leg.
+  std::optional<BucketRange> of_bucket;
+  std::optional<Range> of_wire;
+  if (travel.wire_of(trip_.stages[flight.first]) == nullptr) {
+    of_bucket.emplace("collective", *travel.bucket, stage);
+  } else {
+    of_wire.emplace("collective", travel.bucket->index() + stage, std::vector{flight.travels});
+  }
+  std::optional<WithoutPythonObjects> without;
+  if (way_->hook == nullptr) without.emplace();
+  for (auto& count = flight.started[stage]; count < flight.pieces.size(); ++count) {
+    auto& piece = flight.pieces[count];
+    if (stage > flight.first) complete(travel, stage - 1, piece);
+    piece.averages = travel.averages;
+    try {
+      sends.start(sends.lanes.of(travel.bucket->index() + flight.first, count), piece);
+    } catch (...) {
+      piece.sent += piece.works.size();
+      throw;
+    }
+    piece.sent = 0;
+    for (const auto& shard : piece.shards) travel.bucket->wire.lend(shard);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------------ what has come
+
+// Without the lock, if it is users' code that is waited for.
+template <typename Function>
+void Driver::wait_for_users(const Function& wait) {
+  std::optional<Unlocked> unlocked;
+  if (way_->hook != nullptr) unlocked.emplace(lock_);
+  wait();
+}
+
+void Driver::wait(Piece& piece) {
+  wait_for_users([&] {
+    who_waits_.wait_for(piece.works, piece.wire);
+  });
+}
+
+// Waits until the stage's data has come, and adds it up.
+void Driver::complete(Travel& travel, size_t stage, Piece& piece) {
+  wait(piece);
+  if (piece.added_up > stage) return;
+  trip_.stages[stage].sends->add_up(piece);
+  if (piece.room.defined()) note_use_of_wire(*travel.bucket, piece.room);
+  piece.added_up = stage + 1;
+}
+
+void Driver::arrive(Travel& travel, size_t stage) {
+  const BucketRange range("wait", *travel.bucket, stage);
+  const auto by = carrier(travel, stage);
+  for (auto& piece : by.travel->at(by.stage).pieces) complete(*by.travel, by.stage, piece);
+}
+
+// Whether the end of its trip would not block the calling thread. Reads what has come, where ranks read: note [Reads],
+// transport/reads.h. Not only the sum has to be there: the end waits until other ranks have read.
+bool Driver::has_arrived(const Bucket& bucket) {
+  if (who_waits_.is_the_stream(bucket.device())) return true;
+  const auto by = carrier(travels_[bucket.index()], lag());
+  auto& pieces = by.travel->at(by.stage).pieces;
+  if (!std::ranges::all_of(pieces, [](const Piece& piece) { return are_done(piece.works); })) return false;
+  return std::ranges::all_of(pieces, [&](Piece& piece) {
+    if (!piece.acks.empty()) complete(*by.travel, by.stage, piece);
+    return are_done(piece.acks);
+  });
+}
+
+void Driver::when_arrived(const Bucket& bucket, const std::function<void()>& call) {
+  const auto by = carrier(travels_[bucket.index()], lag());
+  Works works;
+  for (const auto& piece : by.travel->at(by.stage).pieces) works.insert(works.end(), piece.works.begin(), piece.works.end());
+  when_done(works, call);
+}
+
+// Gradients left in place are written only when backward has ended: note [Gradients left in place], reducer/reduction.h.
+void Driver::finish_arrived() {
+  const auto fully_started = ticks_ - std::min(ticks_, lag());
+  while (finished_ < fully_started) {
+    const auto& bucket = *travels_[finished_].bucket;
+    if (bucket.window.left_in_place || !has_arrived(bucket)) return;
+    finish_next();
+  }
+}
+
+void Driver::finish_all() {
+  while (finished_ < travels_.size()) {
+    moments_.bucket_awaited(*travels_[finished_].bucket);
+    finish_next();
+  }
+}
+
+void Driver::finish_next() {
+  const auto on_side_streams = buckets_.side_streams().make_current();
+  auto& travel = travels_[finished_++];
+  finish(travel);
+  moments_.bucket_finished(*travel.bucket);
+  note_use_of_wire(*travel.bucket, travel.bucket->wire.tensor());
+  on_finished_(*travel.bucket);
+}
+
+void Driver::finish(Travel& travel) {
+  arrive(travel, lag());
+  trip_.end(travel);
+  forget(travel);
+  // On a device the memory of a lent wire has to wait for the caller's stream: note [Lent wires], bucket/wire.h.
+  if (!travel.bucket->lends_wire() || has_streams(travel.bucket->device())) return;
+  for (auto& flight : travel.flights) flight.forget_wire();
+  travel.bucket->wire.give_back();
+}
+
+// What is left of the window in a bucket that has ended its trip.
+void Driver::forget(Travel& travel) {
+  for (auto& flight : travel.flights) {
+    for (auto& piece : flight.pieces) {
+      // Orders no gradients.
+      wait_for(std::exchange(piece.acks, {}));
+      piece.shards.clear();
+      piece.works.clear();
+      piece.sent = piece.added_up = 0;
+    }
+    flight.started.assign(flight.started.size(), 0);
+    if (std::exchange(flight.is_void, false)) flight.forget_wire();
+  }
+  for (const auto& wire : travel.wires) {
+    note_use_of_wire(*travel.bucket, wire.tensor());
+    note_use_of_wire(*travel.bucket, wire.sum());
+  }
+  if (travel.bound.defined()) return;
+  for (auto& span : travel.spans.all) span.gradient.reset();
+}
+
+void Driver::join() {
+  buckets_.side_streams().current_streams_wait();
+  for (auto& bucket : buckets_.all()) {
+    bucket.window.kept.release_after_join();
+    keep_for_current_stream(bucket.wire.tensor());
+  }
+}
+
+void Driver::give_back() {
+  const auto captures = [](const Bucket& bucket) { return is_capturing(bucket.device()); };
+  is_captured_ = is_captured_ || std::ranges::any_of(buckets_.all(), captures);
+  if (is_captured_ || !buckets_.form().lends_wires) return;
+  for (auto& travel : travels_) {
+    for (auto& flight : travel.flights) flight.pieces.clear(), flight.travels.reset();
+    for (auto& wire : travel.wires) wire.give_back();
+    if (travel.bucket->lends_wire()) travel.bucket->wire.give_back();
+    if (!travel.bucket->window.seen.unread.empty()) travel.bucket->window.seen = {};
+  }
+  for (const auto& stage : trip_.stages) {
+    if (stage.sends != nullptr) stage.sends->give_room_back();
+  }
+}
+
+void Driver::discard(Bucket& bucket, size_t member) {
+  if (trip_.codec == nullptr) return;
+  const auto& spans = travels_[bucket.index()].spans;
+  std::vector<size_t> which;
+  for (const auto& span : spans.all) {
+    if (span.parameter == bucket.layout.parameter(member)) which.push_back(span.number);
+  }
+  if (!travels_[bucket.index()].legs.empty()) trip_.codec->discard(spans, which);
+}
+
+// ------------------------------------------------------------------------------------------------------ note [Room for the status]
+
+// Undefined: there is none in this wire.
+at::Tensor Driver::room_for_status(const Travel& travel, size_t stage, const at::Tensor& wire) const {
+  if (!trip_.has_status || &travel != &travels_.back() || stage != lag()) return {};
+  return travel.legs.empty() ? travel.bucket->layout.tail(wire) : wire.narrow(0, travel.legs.back().elements, kStatusRoom);
+}
+
+void Driver::write_status(const at::Tensor& room) {
+  travels_.back().bucket->wire.lend(room);
+  if (write_status_) write_status_(room);
+}
+
+// What follows the gradients of a wire is zero again: note [Aligned members], bucket/layout.h.
+Driver::Status Driver::take_status() {
+  const auto sums = status_.clone();
+  status_.zero_();
+  status_.reset();
+  return {sums, travels_.back().averages ? 1.0 / scale() : 1.0};
+}
+
+// ------------------------------------------------------------------------------------------------------ note [A window that fails]
+
+// Does not touch a bucket's own wire, where gradients live: from this stage on, another one travels in its place. A codec's wire goes
+// through all its stages, because the ranks' sum has to come out of it. Only pieces that have not started become void.
+void Driver::make_void(Travel& travel, size_t stage, double value) {
+  auto& flight = travel.at(stage);
+  const auto& by = trip_.stages[flight.first];
+  if (by.leg) need(travel, *by.leg);
+  if (carrier(travel, stage).travel != &travel || std::exchange(flight.is_void, true)) return;
+  if (travel.wire_of(by) != nullptr) return overwrite(travel, stage, value);
+  const auto instead = by.instead ? by.instead(travel, value) : at::Tensor();
+  if (const auto room = room_for_status(travel, stage, instead); room.defined()) write_status(status_ = room);
+  cut(travel, stage, instead);
+  for (auto& piece : flight.pieces) piece.added_up = stage;
+}
+
+void Driver::overwrite(Travel& travel, size_t stage, double value) {
+  auto& flight = travel.at(stage);
+  const auto& by = trip_.stages[flight.first];
+  const auto leg = *by.leg;
+  const auto& wire = travel.wires[leg].tensor();
+  cut(travel, stage, wire);
+  if (stage > flight.first) return;
+  const auto instead = at::zeros_like(wire);
+  trip_.codec->fill_void(leg, travel.bucket->index(), instead.narrow(0, 0, travel.legs[leg].elements), value);
+  if (auto* const guest = leg == 0 ? guest_of(travels_, trip_.shared, travel.bucket->index()) : nullptr) {
+    const auto place = instead.narrow(0, travel.legs[0].elements, guest->legs[1].elements);
+    trip_.codec->fill_void(1, guest->bucket->index(), place, value);
+  }
+  if (const auto room = room_for_status(travel, stage, instead); room.defined()) {
+    write_status(room);
+    status_ = room_for_status(travel, stage, wire);  // where the ranks' sum comes
+  }
+  const auto parts = by.pieces(instead);
+  for (auto i = flight.started[stage]; i < flight.pieces.size(); ++i) flight.pieces[i].wire.copy_(parts[i]);
+}
+
+void Driver::abandon_rest(double value) {
+  check_fits();
+  in_window_ = true;
+  is_of_others_ = value == 0.0;
+  for (; ticks_ < ticks(); ++ticks_) {
+    // Of a window that failed.
+    buckets_.side_streams().wait_for_current_streams();
+    enter_stages(ticks_, value);
+    // Of a window that failed.
+    buckets_.side_streams().current_streams_wait();
+  }
+  for (; finished_ < travels_.size(); ++finished_) {
+    auto& travel = travels_[finished_];
+    for (auto& flight : travel.flights) {
+      for (auto& piece : flight.pieces) {
+        // Of a window that failed.
+        wait(piece);
+      }
+    }
+    if (way_->keeps_runs && is_of_others_) {
+      finish(travel);
+    } else {
+      trip_.recover(travel);
+      forget(travel);
+    }
+  }
+}
+
+void Driver::drain() {
+  for (auto& travel : travels_) {
+    for (auto& flight : travel.flights) {
+      for (auto& piece : flight.pieces) {
+        wait_for_users([&] { fastddp::drain(piece.works); });
+      }
+      flight.forget_wire();
+    }
+    for (const auto& span : travel.spans.all) {
+      // Of a window that failed.
+      keep_for_current_stream(span.gradient);
+    }
+  }
+  for (const auto& stage : trip_.stages) {
+    if (stage.sends != nullptr) stage.sends->give_room_back();
+  }
+  if (status_.defined()) status_ = status_.clone();  // the wire may be written to
+  undo({});
+  was_drained_ = in_window_;
+}
+
+// Nothing in flight may write to wires once the next window uses them. Gradients are zeroed too: something in flight may have
+// written to them after the caller had set them to zero.
+void Driver::void_what_was_done() {
+  {
+    const auto on_side_streams = buckets_.side_streams().make_current();
+    drain();
+  }
+  // Of a window that failed.
+  buckets_.side_streams().synchronize();
+  for (auto& bucket : buckets_.all()) zero_wire(bucket);
+  for (size_t index = 0; index < finished_; ++index) {
+    auto& bucket = buckets_[index];
+    if (!has_streams(bucket.device())) continue;  // the host had written them before the exception
+    for (size_t member = 0; member < bucket.size(); ++member) {
+      const auto& gradient = bucket.held(member);
+      if (gradient.defined() && !bucket.window[member].in_wire) about_to_write(gradient).zero_();
+    }
+  }
+}
+
+// Collectives in flight on a device go on using the wires, whose memory is about to be freed. (On the CPU, works hold what they
+// use.)
+void Driver::leave_behind() {
+  if (!has_streams(buckets_.device())) return undo({});
+  drain();
+  for (const auto& bucket : buckets_.all()) keep_for_current_stream(bucket.wire.tensor());
+}
+
+}  // namespace fastddp

@@ -1,0 +1,93 @@
+// A bucket's trip: the stages that it goes through, and where it is.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bucket/buckets.h"
+#include "codec/codec.h"
+#include "transport/collectives.h"
+
+namespace fastddp {
+
+struct Travel;
+
+// Made once a plan, by make_trip() (trips.h), which alone knows of levels, sharding and hooks.
+struct Stage {
+  // Writes a wire, on the current stream, and returns what of it travels. Null: the wire of the stage before goes on.
+  std::function<at::Tensor(Travel&)> write;
+  // Starts with the pieces of the wire. Null: nothing does.
+  std::shared_ptr<const Collective> sends;
+  // Of a stage that writes: how its wire is cut, for this stage and those that pass it on.
+  std::function<Shards(const at::Tensor& wire)> pieces;
+  // It writes the wire of this leg of the codec, where the bucket has legs; else the bucket's own, or a part of it.
+  std::optional<size_t> leg;
+  // What travels in a window that fails, in place of a wire that is not the codec's. Undefined: nothing.
+  std::function<at::Tensor(Travel&, double value)> instead;
+  // Carries gradients of other ranks, so these need it from a rank without inputs, too.
+  bool is_relayed = false;
+};
+
+// A wire on its way, through the stages from `first` up to `end`.
+struct Flight {
+  size_t first, end;
+  at::Tensor travels;           // the wire, a part of it, or what is sent instead; it stays while it is the same
+  std::vector<Piece> pieces;    // of it; kept from window to window, for their room
+  std::vector<size_t> started;  // pieces, by stage: note [Collectives that were started], driver.h
+  bool is_void = false;         // something else travels in place of gradients
+
+  void forget_wire() {
+    travels.reset();
+    for (auto& piece : pieces) piece.wire.reset();
+  }
+};
+
+struct Travel {
+  Bucket* bucket;
+  Spans spans;             // what the codec encodes: of the bucket; in two levels, of this rank's run of it
+  std::vector<Leg> legs = {};   // none: the bucket's own wire travels
+  std::vector<Wire> wires = {}; // by leg
+  double scale = 1.0;      // of gradients, where they are written first
+  bool averages = false;   // an allreduce does the rest
+  std::vector<Flight> flights = {};
+  std::vector<size_t> flight_of = {};  // by stage
+  // In two levels: the bucket's wire of which the spans' gradients are parts, and the part that has them all.
+  at::Tensor bound = {}, run = {};
+  bool is_decoded = false;
+
+  Flight& at(size_t stage) { return flights[flight_of[stage]]; }
+  // The leg whose wire the stage writes; null: the bucket's own.
+  Wire* wire_of(const Stage& stage) { return stage.leg && *stage.leg < wires.size() ? &wires[*stage.leg] : nullptr; }
+};
+
+// Note [Messages]
+// A leg of a bucket travels after the leg before has gone through all its stages. So in each tick the first leg of one bucket
+// starts, and the second leg of an earlier one. They share a wire, if they have one dtype, and so a collective: in each window
+// PowerSGD takes one collective for each bucket, and one more.
+struct Shared {
+  size_t first, second;  // stages that write the two legs
+  size_t of_a_leg;       // stages
+};
+
+// The bucket whose second leg shares the wire of the first leg of number `bucket`; null: none.
+Travel* guest_of(std::vector<Travel>& travels, const std::optional<Shared>& shared, size_t bucket);
+
+struct Trip {
+  std::vector<Stage> stages;
+  std::shared_ptr<Codec> codec;
+  std::optional<Shared> shared;
+  // A gradient of the bucket is final; its stages follow when all are.
+  std::function<void(Travel&, size_t member)> gradient;
+  // The last stage's sum has come: writes the gradients.
+  std::function<void(Travel&)> end;
+  // In its place where the window has failed.
+  std::function<void(Travel&)> recover;
+  // Averages a bucket that is not one of the plan's, with this scale: Driver::start_late().
+  std::function<std::function<void()>(Bucket&, double scale)> late;
+  bool has_status = false;  // note [Room for the status], driver.h
+};
+
+}  // namespace fastddp

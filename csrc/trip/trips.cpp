@@ -1,0 +1,420 @@
+#include "trip/trips.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "bucket/measuring.h"
+#include "bucket/packing.h"
+#include "trip/driver.h"
+#include "trip/steps.h"
+
+namespace fastddp {
+namespace {
+
+using Travels = std::vector<Travel>;
+
+// --------------------------------------------------------------------------------------- the collectives that a wire goes through
+
+struct Route {
+  std::vector<std::shared_ptr<const Collective>> collectives;
+  std::function<Shards(const at::Tensor& wire)> pieces;
+  int64_t owners = 1;  // wires and pieces are multiples of so many of the units that are added up
+  int64_t unit = 1;    // of numbers
+};
+
+std::shared_ptr<const Adder> adder_of(Codec* codec, int64_t unit) {
+  if (unit == 0) return nullptr;
+  const auto add = [codec](size_t bucket, int64_t first, const Shards& shards, const at::Tensor& target) {
+    codec->add(bucket, first, shards, target);
+  };
+  return std::make_shared<Adder>(Adder{unit, add});
+}
+
+Shards whole(const at::Tensor& wire) {
+  return {wire};
+}
+
+// `adds_unit`: as in Leg.
+Route over_lanes(const Way& way, c10::Device device, int64_t adds_unit) {
+  const auto& lanes = *way.lanes;
+  if (way.nodes.empty()) {
+    TORCH_CHECK_VALUE(adds_unit == 0, "fastddp: an allreduce adds up numbers, and this codec's bytes are none. Name the nodes "
+                                      "of ranks, which then add up themselves.");
+    return {{make_all_reduce(lanes)}, [lanes](const at::Tensor& wire) { return lanes.split(wire); }};
+  }
+  Route route;
+  for (const auto& level : way.levels) route.owners *= static_cast<int64_t>(level.shards);
+  // On a device 16 bytes of 16-bit numbers, which its kernel reads at a time.
+  route.unit = adds_unit > 0 ? adds_unit : has_streams(device) ? 8 : 1;
+  std::vector<Halves> halves;
+  for (size_t level = 0; level < way.levels.size(); ++level) {
+    halves.push_back({way.level_owners[level], shards_of(way.levels, level), adder_of(way.codec.get(), adds_unit)});
+  }
+  size_t round = 0;
+  for (const auto& half : halves) route.collectives.push_back(make_to_owners(lanes, half, round++, /*is_last=*/false));
+  std::ranges::reverse(halves);
+  for (const auto& half : halves) route.collectives.push_back(make_from_owners(lanes, half, round++));
+  // While one piece is added up, others travel: on a device over one lane too, since there another stream adds up.
+  route.pieces = [lanes, unit = route.owners * route.unit](const at::Tensor& wire) {
+    constexpr int64_t piece_bytes = 16 << 20, least_bytes_on_device = 8 << 20;
+    if (has_streams(wire.device())) return Lanes::cut(wire, unit, least_bytes_on_device);
+    return lanes.split(wire, unit, piece_bytes);
+  };
+  return route;
+}
+
+// To the owners of runs, and no further.
+Route to_runs(const Way& way, const Lanes& lanes, c10::Device device, int64_t adds_unit, bool is_last) {
+  const Halves halves{way.run_owners, runs_of(way.sharding), adder_of(way.codec.get(), adds_unit)};
+  // On a device messages may be on their way at the same time, as far as the host knows.
+  const bool shares_room = goes_in_pairs(*lanes.first(), device) && adds_unit == 0 && lanes.ranks() > 1;
+  return {{make_to_owners(lanes, halves, 0, is_last, shares_room)}, whole, 1, std::max<int64_t>(1, adds_unit)};
+}
+
+// ---------------------------------------------------------------------------------------------------------- formats and wires
+
+int64_t rounded_up(int64_t elements, int64_t unit) {
+  return (elements + unit - 1) / unit * unit;
+}
+
+// Asks the codec what travels, and sets Travel::legs.
+void plan(Travels& travels, Codec& codec, int64_t owners) {
+  std::vector<Spans> spans;
+  for (const auto& travel : travels) spans.push_back(travel.spans);
+  const auto legs = codec.plan(spans, owners);
+  for (size_t i = 0; i < travels.size(); ++i) {
+    travels[i].spans = std::move(spans[i]);
+    travels[i].legs = legs[i];
+    travels[i].wires.resize(legs[i].size());
+  }
+}
+
+int64_t adds_unit_of(const Travels& travels) {
+  return travels.front().legs.empty() ? 0 : travels.front().legs.front().adds_unit;
+}
+
+// Reserves a place in the slab of the lane that carries the wire's first piece. Null: there is none.
+WireMemory place_of(Slabs* slabs, const Collective& first, const Bucket& bucket, int64_t elements, c10::ScalarType dtype, bool twice) {
+  if (slabs == nullptr) return nullptr;
+  return slabs->reserve(first.lanes.of(bucket.index(), 0), bucket.device(), Slabs::bytes(elements, dtype) * (twice ? 2 : 1));
+}
+
+void set_own_wire(Bucket& bucket, WireFormat format, const Collective& first, Slabs* slabs) {
+  bucket.set_wire(format);
+  if (slabs == nullptr || slabs->are_symmetric() || bucket.wire.exists() || bucket.lends_wire()) return;
+  const auto memory = place_of(slabs, first, bucket, bucket.layout.wire_length(), format.dtype, first.takes_room);
+  bucket.set_wire(format, memory, /*has_room=*/memory != nullptr && first.takes_room);
+}
+
+// `tail`: elements after the last leg of the last bucket.
+void plan_wires(Travels& travels, const Route& route, const std::optional<Shared>& shared, int64_t tail, Slabs* slabs) {
+  for (auto& travel : travels) {
+    for (size_t leg = 0; leg < travel.legs.size(); ++leg) {
+      const auto& [dtype, elements, keeps_sent, packs, is_whole, adds_unit] = travel.legs[leg];
+      const bool is_last = &travel == &travels.back() && leg + 1 == travel.legs.size();
+      auto* const guest = leg == 0 ? guest_of(travels, shared, travel.bucket->index()) : nullptr;
+      const auto more = (guest == nullptr ? 0 : guest->legs[1].elements) + (is_last ? tail : 0);
+      const auto length = rounded_up(elements + more, route.owners * route.unit);
+      const auto& first = *route.collectives.front();
+      const bool is_lent = travel.bucket->layout.form().lends_wires;
+      const auto memory =
+          is_lent ? nullptr : place_of(slabs, first, *travel.bucket, length, dtype, keeps_sent || first.takes_room);
+      const bool has_beside = keeps_sent || (memory != nullptr && first.takes_room);
+      travel.wires[leg].plan(Wire::Need{dtype, travel.bucket->device(), length, has_beside, memory});
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------- stages
+
+at::Tensor void_wire(const Travel& travel, double value) {
+  const auto& layout = travel.bucket->layout;
+  const auto wire = at::empty({layout.wire_length()}, layout.wire_options());
+  layout.fill(wire, value);
+  return wire;
+}
+
+at::Tensor own_wire(Travel& travel) {
+  pack(*travel.bucket, travel.scale);
+  return travel.bucket->wire.tensor();
+}
+
+void add_stages(Trip& trip, const Route& route, Stage first) {
+  const auto is_relayed = first.is_relayed;
+  first.pieces = route.pieces;
+  first.sends = route.collectives.front();
+  trip.stages.push_back(std::move(first));
+  for (size_t i = 1; i < route.collectives.size(); ++i) {
+    auto& next = trip.stages.emplace_back();
+    next.sends = route.collectives[i];
+    next.is_relayed = is_relayed;
+  }
+}
+
+// Through the same stages again.
+void add_second_leg(Trip& trip, const Route& route, Stage first, std::function<double(const Travel&)> scale) {
+  const auto of_a_leg = route.collectives.size(), begin = trip.stages.size() - of_a_leg;
+  first.leg = 1;
+  first.write = [codec = trip.codec.get(), scale = std::move(scale)](Travel& travel) {
+    return encode_all(travel, *codec, 1, scale(travel));
+  };
+  add_stages(trip, route, std::move(first));
+  trip.shared = Shared{begin, begin + of_a_leg, of_a_leg};
+}
+
+std::function<std::function<void()>(Bucket&, double)> late_over(const Way& way) {
+  return [group = way.all](Bucket& bucket, double scale) -> std::function<void()> {
+    bucket.wire.tensor().mul_(scale);
+    return [work = Lanes({group}).start_sum(bucket.wire.tensor())] { Interruption::wait(*work); };
+  };
+}
+
+void on_gradient(Travel& travel, Codec& codec, size_t member) {
+  auto& bucket = *travel.bucket;
+  if (travel.legs.empty()) return pack_on_arrival(bucket, member, travel.scale);
+  if (!bucket.kernels->pack_on_arrival() || travel.legs.front().is_whole) return;
+  wait_for_gradients(bucket);
+  encode_members(travel, codec, std::array{member});
+}
+
+// ----------------------------------------------------------------------------------------------------------------------- trips
+
+// Sums of ones are exact up to this number.
+int64_t counts_up_to(c10::ScalarType dtype) {
+  if (!at::isFloatingType(dtype)) return 0;
+  return dtype == at::kBFloat16 ? 256 : 2048;
+}
+
+c10::ScalarType last_dtype(const Travel& travel) {
+  return travel.legs.empty() ? travel.spans.dtype : travel.legs.back().dtype;
+}
+
+// There is, if one collective over all ranks adds up the last bucket's last wire, in a dtype that can count them. A sum in halves may
+// fail in the second one: then ranks that have the others' shards would go on. On a device with streams a status of its own
+// costs the host nothing.
+bool has_room_for_status(const Way& way, const Route& route, const Travel& last) {
+  const auto ranks = way.lanes->ranks();
+  return route.collectives.size() == 1 && !way.keeps_runs && ranks > 1 && ranks <= counts_up_to(last_dtype(last)) &&
+         !has_streams(last.bucket->device());
+}
+
+Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
+  const auto device = travels.front().bucket->device();
+  auto* const codec = way.codec.get();
+  for (auto& travel : travels) {
+    travel.spans = spans_of(*travel.bucket);
+    travel.spans.needs_wire = slabs != nullptr && slabs->are_symmetric() && way.lanes->ranks() > 1;
+  }
+  int64_t owners = 1;
+  for (const auto& level : way.levels) owners *= static_cast<int64_t>(level.shards);
+  plan(travels, *codec, owners);
+  const auto adds_unit = adds_unit_of(travels);
+  const auto route =
+      way.keeps_runs ? to_runs(way, *way.lanes, device, adds_unit, /*is_last=*/true) : over_lanes(way, device, adds_unit);
+
+  Trip trip;
+  trip.codec = way.codec;
+  trip.has_status = has_room_for_status(way, route, travels.back());
+  const auto tail = trip.has_status ? Driver::kStatusRoom : 0;
+  for (auto& travel : travels) {
+    const auto dtype = travel.legs.size() == 1 && adds_unit == 0 ? travel.legs.front().dtype : travel.spans.dtype;
+    WireFormat format{dtype, aligned(dtype), route.owners * route.unit, &travel == &travels.back() ? tail : 0};
+    travel.legs.empty() ? set_own_wire(*travel.bucket, format, *route.collectives.front(), slabs)
+                        : travel.bucket->do_without_wire(format);
+  }
+
+  Stage first;
+  first.leg = 0;
+  first.write = [codec](Travel& travel) { return travel.legs.empty() ? own_wire(travel) : encode_rest(travel, *codec); };
+  first.instead = void_wire;
+  add_stages(trip, route, first);
+  if (travels.front().legs.size() > 1) {
+    TORCH_CHECK_VALUE(!way.keeps_runs, "fastddp: a sharded optimizer takes gradients that travel in one leg");
+    add_second_leg(trip, route, first, [](const Travel& travel) { return travel.scale; });
+  }
+  plan_wires(travels, route, trip.shared, tail, slabs);
+  trip.gradient = [codec](Travel& travel, size_t member) { on_gradient(travel, *codec, member); };
+  if (way.keeps_runs) {
+    trip.end = [codec](Travel& travel) {
+      auto& bucket = *travel.bucket;
+      travel.legs.empty() ? bucket.shard->take(bucket, travel.at(0).travels) : decode_mine(travel, *codec);
+      bucket.shard->finish(bucket);
+    };
+  } else {
+    trip.end = [codec](Travel& travel) {
+      travel.legs.empty() ? unpack(*travel.bucket, travel.bucket->wire.tensor()) : decode(travel, *codec);
+    };
+  }
+  trip.recover = [codec](Travel& travel) {
+    if (!travel.legs.empty()) codec->recover(travel.bucket->index(), travel.wires);
+  };
+  trip.late = late_over(way);
+  return trip;
+}
+
+// Whether each run can travel where it is, as a part of its bucket's wire.
+bool fit_in_runs(const Travels& travels, const Sharding& sharding, int64_t unit) {
+  return std::ranges::all_of(travels, [&](const Travel& travel) {
+    const auto [begin, length] = extent_of_run(travel, sharding, unit);
+    return travel.legs.size() > 0 || begin + length <= sharding.run(travel.bucket->index()).end;
+  });
+}
+
+Trip in_two_levels(const Way& way, Travels& travels, Slabs* slabs) {
+  const auto device = travels.front().bucket->device();
+  auto* const codec = way.codec.get();
+  const auto* const sharding = way.sharding.get();
+  for (auto& travel : travels) travel.spans = spans_of_run(*travel.bucket, *sharding);
+  int64_t owners = 1;
+  for (const auto& level : way.levels) owners *= static_cast<int64_t>(level.shards);
+  plan(travels, *codec, owners);
+  const auto between = over_lanes(way, device, adds_unit_of(travels));
+  const auto unit = between.owners * between.unit;
+  if (!fit_in_runs(travels, *sharding, unit)) {
+    for (auto& travel : travels) travel.spans.needs_wire = true;
+    plan(travels, *codec, owners);
+  }
+  const auto to_node = to_runs(way, *way.node, device, 0, /*is_last=*/way.keeps_runs);
+  for (auto& travel : travels) {
+    set_own_wire(*travel.bucket, sharding->format_of(travel.bucket->layout), *to_node.collectives.front(), slabs);
+  }
+
+  Trip trip;
+  trip.codec = way.codec;
+  Stage first;
+  first.write = own_wire;
+  first.instead = [is_zero = way.remembers](Travel& travel, double value) { return void_wire(travel, is_zero ? 0.0 : value); };
+  add_stages(trip, to_node, first);
+  const auto scale = way.remembers ? 1.0 / static_cast<double>(way.lanes->ranks()) : 1.0;
+  Stage run;
+  run.is_relayed = true;
+  run.leg = 0;
+  run.write = [codec, sharding, unit, scale](Travel& travel) {
+    bind_run(travel, *sharding, unit, travel.at(0).travels);
+    return travel.legs.empty() ? travel.run : encode_all(travel, *codec, 0, scale);
+  };
+  run.instead = [sharding, unit](Travel& travel, double value) {
+    return at::full({extent_of_run(travel, *sharding, unit).second}, value, travel.bucket->layout.wire_options());
+  };
+  add_stages(trip, between, run);
+  if (travels.front().legs.size() > 1) add_second_leg(trip, between, run, [scale](const Travel&) { return scale; });
+  plan_wires(travels, between, trip.shared, 0, nullptr);
+  trip.gradient = [](Travel& travel, size_t member) { pack_on_arrival(*travel.bucket, member, travel.scale); };
+  if (way.keeps_runs) {
+    trip.end = [codec](Travel& travel) {
+      auto& bucket = *travel.bucket;
+      decode_run(travel, *codec);
+      bucket.shard->take(bucket, travel.bound);
+      bucket.shard->finish(bucket);
+      travel.is_decoded = false;
+    };
+  } else {
+    Stage last;
+    last.is_relayed = true;
+    last.write = [codec](Travel& travel) {
+      decode_run(travel, *codec);
+      return travel.bound;
+    };
+    last.instead = void_wire;
+    add_stages(trip, {{make_from_owners(*way.node, {way.run_owners, runs_of(way.sharding), nullptr}, 1)}, whole}, last);
+    trip.end = [](Travel& travel) {
+      travel.is_decoded = false;
+      unpack(*travel.bucket, travel.bucket->wire.tensor());
+    };
+  }
+  trip.recover = [codec](Travel& travel) { recover_run(travel, *codec); };
+  trip.late = late_over(way);
+  return trip;
+}
+
+Trip by_hook(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Slabs* slabs, std::mutex& lock) {
+  way.hook->use(buckets, lock);
+  for (auto& travel : travels) set_own_wire(*travel.bucket, {travel.bucket->layout.gradient_dtype()}, *way.hook, slabs);
+  Trip trip;
+  Stage stage;
+  stage.write = own_wire;
+  stage.instead = [hook = way.hook](Travel& travel, double) {
+    hook->run_void(*travel.bucket);
+    return at::Tensor();
+  };
+  add_stages(trip, {{way.hook}, whole}, stage);
+  trip.gradient = [](Travel& travel, size_t member) { pack_on_arrival(*travel.bucket, member, travel.scale); };
+  trip.end = [](Travel& travel) { unpack(*travel.bucket, travel.at(0).pieces.front().sum); };
+  trip.recover = [](Travel&) {};
+  trip.late = [hook = way.hook](Bucket& bucket, double) { return hook->start_late(bucket); };
+  return trip;
+}
+
+// Shows how fast a step would be without communication.
+Trip nowhere(Travels& travels) {
+  for (auto& travel : travels) travel.bucket->do_without_wire(travel.bucket->layout.format());
+  Trip trip;
+  Stage stage;
+  stage.write = [](Travel& travel) {
+    wait_for_gradients(*travel.bucket);
+    for (size_t member = 0; member < travel.bucket->size(); ++member) measure_local(*travel.bucket, std::array{member});
+    return at::Tensor();
+  };
+  trip.stages.push_back(stage);
+  trip.gradient = [](Travel& travel, size_t member) {
+    if (travel.bucket->kernels->pack_on_arrival()) measure_local(*travel.bucket, std::array{member});
+  };
+  trip.end = trip.recover = [](Travel&) {};
+  trip.late = [](Bucket&, double) { return [] {}; };
+  return trip;
+}
+
+}  // namespace
+
+Travel* guest_of(Travels& travels, const std::optional<Shared>& shared, size_t bucket) {
+  const auto behind = shared ? shared->second - shared->first : 0;
+  if (!shared || bucket < behind) return nullptr;
+  auto& guest = travels[bucket - behind];
+  const bool fits = guest.legs[1].dtype == travels[bucket].legs[0].dtype &&
+                    guest.bucket->device() == travels[bucket].bucket->device();
+  return fits ? &guest : nullptr;
+}
+
+std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> Way::groups() const {
+  auto groups = hook_groups;
+  if (all != nullptr) groups.push_back(all);
+  for (const auto* some : {&lanes, &node}) {
+    if (*some) std::ranges::copy((*some)->all(), std::back_inserter(groups));
+  }
+  return groups;
+}
+
+c10d::ProcessGroup* Way::lane(size_t number, c10::Device device) const {
+  if (hook != nullptr) return number == 0 ? all.get() : nullptr;
+  const bool sends_messages = lanes && !nodes.empty() && goes_in_pairs(*lanes->first(), device);
+  return lanes && !node && !keeps_runs && !sends_messages ? lanes->at(number) : nullptr;
+}
+
+void Way::meet(c10::Device device) {
+  const bool has_levels = lanes && !nodes.empty() && (node || !keeps_runs);
+  if (sharding != nullptr && run_owners == nullptr) {
+    run_owners = make_owners(node ? *node : *lanes, device, /*own_sums=*/!node && !nodes.empty());
+  }
+  if (!has_levels || !levels.empty()) return;
+  TORCH_CHECK_VALUE(static_cast<int64_t>(nodes.size()) == lanes->ranks(), "fastddp: the nodes of ", nodes.size(),
+                    " ranks do not fit a process group of ", lanes->ranks());
+  const auto rank = lanes->first()->getRank();
+  const bool in_pairs = goes_in_pairs(*lanes->first(), device);
+  levels = in_pairs ? make_levels(nodes, rank) : std::vector{all_ranks(nodes.size(), rank)};
+  for (const auto& level : levels) level_owners.push_back(in_pairs ? make_pairs(level, *lanes) : make_all_to_all(level));
+}
+
+std::optional<Trip> make_trip(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Slabs* slabs, std::mutex& lock) {
+  if (way.sharding != nullptr && !way.sharding->fit(buckets)) return std::nullopt;
+  if (buckets.empty()) return Trip();
+  for (auto& bucket : buckets) travels.push_back({.bucket = &bucket, .spans = spans_of(bucket)});
+  if (way.hook != nullptr) return by_hook(way, buckets, travels, slabs, lock);
+  if (!way.lanes) return nowhere(travels);
+  return way.node ? in_two_levels(way, travels, slabs) : in_one_level(way, travels, slabs);
+}
+
+}  // namespace fastddp
