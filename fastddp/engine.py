@@ -128,9 +128,9 @@ class Engine:
             recipe.parameters.names,
             like,
             plan,
-            measures_gradients=watch.corruption is not None,
+            corruption=watch.corruption is not None,
             hierarchy=hierarchy,
-            zero_cta=config.wire_memory == "symmetric",
+            symmetric=config.wire_memory == "symmetric",
         )
         self.now = InForce(
             recipe.module, recipe.parameters, main_gradients, number, process_group, device, self.reducer, setting
@@ -162,7 +162,7 @@ class Engine:
             recipe.parameters.sparse,
             main_gradients.dtype,
             main_gradients.are_apart,
-            lends_wires=config.lends_wires,
+            lazy_bucket_allocation=config.lazy_bucket_allocation,
         )
         memory = wire_memory_of(config.wire_memory)
         if memory is not None:

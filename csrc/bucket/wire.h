@@ -11,11 +11,11 @@
 namespace fastddp {
 
 // Note [Lent wires]
-// A wire in which no gradients live is needed only during a window. With `lends_wires` (lazy_bucket_allocation) such a wire is
-// made when a window needs it, and goes back to the allocator when the window has ended; on the CPU, when its bucket is finished.
-// So does every wire of sharded gradients: the rank's run is copied out first. The forward and the optimizer can use the memory. The
-// caller's stream has waited for all that used the wire (note [Kept until the join], device/streams.h). So the memory can be given
-// out again on that stream at once, however far the device lags behind.
+// A wire in which no gradients live is needed only during a window. With `lazy_bucket_allocation` such a wire is made when a
+// window needs it, and goes back to the allocator when the window has ended; on the CPU, when its bucket is finished. So does
+// every wire of sharded gradients: the rank's run is copied out first. The forward and the optimizer can use the memory. The
+// caller's stream has waited for all that used the wire (note [Kept until the join], device/streams.h). So the memory can be
+// given out again on that stream at once, however far the device lags behind.
 // A captured graph is replayed on the memory that it was captured with. So an exchange keeps its wires once one of its windows
 // has been captured.
 

@@ -94,7 +94,7 @@ void Pipeline::finish(Bucket& bucket) {
 void Pipeline::let_wires_go() {
   const auto captures = [](const Bucket* bucket) { return is_capturing(bucket->device()); };
   is_captured_ = is_captured_ || std::ranges::any_of(buckets_, captures);
-  if (is_captured_ || buckets_.empty() || !buckets_.front()->layout.form().lends_wires) return;
+  if (is_captured_ || buckets_.empty() || !buckets_.front()->layout.form().lazy_bucket_allocation) return;
   for (auto* bucket : buckets_) {
     if (bucket->lends_wire()) bucket->wire.drop();
     codec_->displace(*bucket);

@@ -113,7 +113,7 @@ void Pipeline::reserve(Message& message, Slabs* slabs) {
     if (is_symmetric_) bucket.wire.set_home(false);
     reserve_wire(bucket, lane, slabs, may_be_symmetric);
   }
-  if (slabs == nullptr || bucket.layout.form().lends_wires) return;
+  if (slabs == nullptr || bucket.layout.form().lazy_bucket_allocation) return;
   int64_t bytes = 0;
   for (const auto& format : beside(message, /*gives_room=*/true)) bytes += bytes_of(message, format);
   for (const auto& format : message.formats) bytes += bytes_of(message, format);

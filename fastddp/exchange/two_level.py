@@ -44,7 +44,7 @@ def _with_shards(setting: Setting, hierarchy: Hierarchy, shards: _C.Sharding) ->
     return dataclasses.replace(
         setting,
         divide_in_collective=False,
-        measures_gradients=False,
+        corruption=False,
         hierarchy=None,
         sharding=None,
         between_nodes=hierarchy.between,
