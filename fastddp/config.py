@@ -31,7 +31,7 @@ class Config:
     plans_buckets: bool = False  # whether ``bucket_caps`` hold only until the first windows have been measured
     main_grads: Literal["grad", "main_grad"] | None = None  # what holds fp32 gradients; None: they are not in fp32
     wire_memory: Literal["registered", "symmetric"] | None = None  # None: what torch's DDP would take
-    lends_wires: bool = False  # whether the memory of wires is given back between windows
+    lazy_bucket_allocation: bool = False  # whether the memory of wires is given back between windows
 
     @classmethod
     def from_arguments(
@@ -53,7 +53,7 @@ class Config:
         is_mixed_precision: bool = False,
         has_hierarchy: bool = False,
         wire_memory: Literal["registered", "symmetric"] | None = None,
-        lends_wires: bool = False,
+        lazy_bucket_allocation: bool = False,
     ) -> Config:
         """Resolve the constructor's arguments; some defaults depend on the type of the parameters' devices.
 
@@ -65,7 +65,7 @@ class Config:
             {
                 "gradient_as_bucket_view": gradient_as_bucket_view,
                 'main_grads="main_grad"': main_grads == "main_grad",
-                "lazy_bucket_allocation": lends_wires,
+                "lazy_bucket_allocation": lazy_bucket_allocation,
                 "hierarchy": has_hierarchy,
             },
         )
@@ -98,7 +98,7 @@ class Config:
             plans_buckets=plans_buckets,
             main_grads=main_grads,
             wire_memory=wire_memory,
-            lends_wires=lends_wires,
+            lazy_bucket_allocation=lazy_bucket_allocation,
         )
 
 

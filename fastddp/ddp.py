@@ -195,7 +195,7 @@ class DistributedDataParallel(Additions):
             is_mixed_precision=mixed_precision is not None,
             has_hierarchy=hierarchy is not None,
             wire_memory=wire_memory,
-            lends_wires=lazy_bucket_allocation,
+            lazy_bucket_allocation=lazy_bucket_allocation,
         )
         main_gradients = MainGradients.of_config(config)
         main_gradients.check(parameters)
@@ -245,7 +245,7 @@ class DistributedDataParallel(Additions):
         self.forward_sync_buffers = self._recipe.config.forward_sync_buffers
         self.gradient_as_bucket_view = self._recipe.config.gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
-        self.lazy_bucket_allocation = self._recipe.config.lends_wires
+        self.lazy_bucket_allocation = self._recipe.config.lazy_bucket_allocation
         self.broadcast_bucket_size = PIECE_BYTES
         self.bucket_bytes_cap = max(self._recipe.config.bucket_caps)
         self.require_backward_grad_sync = True

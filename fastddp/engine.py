@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,12 +14,12 @@ from torch import nn
 
 from fastddp import _C, comm_hooks
 from fastddp.config import Config
-from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, Setting, check_wire
+from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, check_wire
 from fastddp.exchange.in_force import InForce
 from fastddp.exchange.of_model import OfModel
 from fastddp.exchange.sharded import check_shardable, in_shards
 from fastddp.exchange.two_level import in_levels
-from fastddp.module.main_gradients import MainGradients
+from fastddp.module.main_gradients import MainGradients, without_memory
 from fastddp.module.nested import tensors_in
 from fastddp.module.numbering import ModelNumber
 from fastddp.module.parameter_watch import ParameterWatch
@@ -122,18 +121,19 @@ class Engine:
         self._weight = Weight(1.0 if isinstance(average, str) else average, device)
         self.reducer.set_model_number(number.agreed)
         self.planner = Planner() if config.plans_buckets else None
-        hierarchy = find_hierarchy(recipe.hierarchy, process_group, device)
-        setting = Setting(
+        self.now = InForce(
+            recipe.module,
+            recipe.parameters,
+            main_gradients,
+            number,
             process_group,
-            recipe.parameters.names,
+            device,
+            self.reducer,
             like,
             plan,
-            measures_gradients=watch.corruption is not None,
-            hierarchy=hierarchy,
-            zero_cta=config.wire_memory == "symmetric",
-        )
-        self.now = InForce(
-            recipe.module, recipe.parameters, main_gradients, number, process_group, device, self.reducer, setting
+            find_hierarchy(recipe.hierarchy, process_group, device),
+            corruption=watch.corruption is not None,
+            symmetric=config.wire_memory == "symmetric",
         )
         self._stall_watch = watch_for_stalls(self.now, watch)
         self._non_finite = None if watch.corruption is None else NonFiniteWatch(self.now, watch.corruption)
@@ -162,7 +162,7 @@ class Engine:
             recipe.parameters.sparse,
             main_gradients.dtype,
             main_gradients.are_apart,
-            lends_wires=config.lends_wires,
+            lazy_bucket_allocation=config.lazy_bucket_allocation,
         )
         memory = wire_memory_of(config.wire_memory)
         if memory is not None:
@@ -188,6 +188,7 @@ class Engine:
     def __del__(self) -> None:
         """Tell a hook's state how many windows there were, because the state may outlive the model."""
         if self._of_model is not None and not sys.is_finalizing():
+            self.now.like = [without_memory(gradient, gradient.dtype) for gradient in self.now.like]
             self._of_model.end(self.reducer.windows(), self.now.setting)
 
     # ---------------------------------------------------------------------------------------- how gradients travel
@@ -214,9 +215,9 @@ class Engine:
         self.schedule = schedule
 
     def _install(self, exchange: Exchange) -> None:
-        check_exchange(self.recipe.gradient_average, exchange)
-        check_wire(exchange, self.now.setting)
         setting = self.now.setting
+        check_exchange(self.recipe.gradient_average, exchange)
+        check_wire(exchange, setting)
         self.reducer.set_exchange(in_levels(in_shards(exchange, setting), setting).make(setting))
         self.now.exchange = exchange
 
@@ -224,7 +225,7 @@ class Engine:
 
     def first_plan(self) -> Buckets:
         """The buckets of the first window."""
-        return self.recipe.plan(self.now.setting.parameters)
+        return self.recipe.plan(self.now.like)
 
     def rebuild_buckets(self) -> None:
         """After the first window: plan buckets again, in the order in which gradients came on rank 0."""
@@ -240,15 +241,12 @@ class Engine:
             used = set(self.reducer.used_parameters())
             order = [index for index in order if index in used] or order
             self.reducer.fix_usage()
-        plan = recipe.plan(now.setting.parameters, order)
-        if self.sharded is not None and become_complete_in_order(now.setting.plan, order):
-            plan = now.setting.plan  # others are little better, and parameters and state would move
-        bucket_bytes = [sum(now.setting.parameters[index].nbytes for index in bucket) for bucket in plan]
-        now.setting = dataclasses.replace(
-            now.setting,
-            divide_in_collective=self._divides_in_collective(order),
-            reads_pay=self.planner is None and reads_pay(bucket_bytes),  # a planner measures allreduces
-        )
+        plan = recipe.plan(now.like, order)
+        if self.sharded is not None and become_complete_in_order(now.plan, order):
+            plan = now.plan  # others are little better, and parameters and state would move
+        bucket_bytes = [sum(now.like[index].nbytes for index in bucket) for bucket in plan]
+        now.divide_in_collective = self._divides_in_collective(order)
+        now.reads_pay = self.planner is None and reads_pay(bucket_bytes)  # a planner measures allreduces
         self.use_plan(plan, lanes_pay(bucket_bytes))
         self.has_rebuilt_buckets = True
         if self.planner is not None:
@@ -277,19 +275,18 @@ class Engine:
 
     def use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:
         """Use these buckets and lanes from the next window on."""
+        now = self.now
         self.reducer.repair_if_failed()
         if self.sharded is not None:
-            plan = with_one_dtype(plan, self.now.parameters.tensors)
-        is_another = plan != self.now.setting.plan
-        self.now.setting = dataclasses.replace(
-            self.now.setting, plan=plan, several_lanes=several_lanes, lanes_were_measured=lanes_were_measured
-        )
+            plan = with_one_dtype(plan, now.parameters.tensors)
+        is_another = plan != now.plan
+        now.plan, now.several_lanes, now.lanes_were_measured = plan, several_lanes, lanes_were_measured
         if is_another:
             self.reducer.set_plan(plan)
         if self.sharded is not None and is_another:
             self.shard(self.sharded)
         else:
-            self._install(self.now.exchange)
+            self._install(now.exchange)
 
     def shard(self, sharded: _Sharded) -> None:
         """From the next window on, each rank gets the averages of its own part of every bucket, as ``sharded`` decides.
@@ -300,11 +297,11 @@ class Engine:
         self.reducer.repair_if_failed()
         for exchange in (now.exchange, *getattr(self.schedule, "may_use", ())):
             check_shardable(exchange, now.setting)
-        plan = with_one_dtype(now.setting.plan, now.parameters.tensors)
-        if plan != now.setting.plan:
-            now.setting = dataclasses.replace(now.setting, plan=plan)
+        plan = with_one_dtype(now.plan, now.parameters.tensors)
+        if plan != now.plan:
+            now.plan = plan
             self.reducer.set_plan(plan)
-        now.setting = dataclasses.replace(now.setting, sharding=sharded.lay_out())
+        now.sharding = sharded.lay_out()
         self.sharded = sharded
         self._install(now.exchange)
 

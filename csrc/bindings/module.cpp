@@ -105,14 +105,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
                        std::vector<std::vector<size_t>> plan, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                        bool gradient_as_bucket_view, Expect expect, std::vector<size_t> sparse,
-                       std::optional<c10::ScalarType> gradient_dtype, bool in_main_grad, bool lends_wires) {
+                       std::optional<c10::ScalarType> gradient_dtype, bool in_main_grad, bool lazy_bucket_allocation) {
              return destroyed_without_gil(std::make_unique<Reducer>(
                  std::move(parameters), std::move(names), std::move(plan), std::move(process_group),
-                 GradientForm{gradient_as_bucket_view, gradient_dtype, in_main_grad, lends_wires}, expect, std::move(sparse)));
+                 GradientForm{gradient_as_bucket_view, gradient_dtype, in_main_grad, lazy_bucket_allocation}, expect,
+                 std::move(sparse)));
            }),
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("process_group"),
            py::arg("gradient_as_bucket_view"), py::arg("expect") = Expect::all, py::arg("sparse") = std::vector<size_t>(),
-           py::arg("gradient_dtype") = std::nullopt, py::arg("in_main_grad") = false, py::arg("lends_wires") = false, no_gil)
+           py::arg("gradient_dtype") = std::nullopt, py::arg("in_main_grad") = false, py::arg("lazy_bucket_allocation") = false,
+           no_gil)
       .def("begin_forward",
            torch::wrap_pybind_function_no_gil([](Reducer& reducer, bool grad_enabled) { reducer.begin_forward(grad_enabled); }),
            py::arg("grad_enabled"))

@@ -50,7 +50,7 @@ class Bucket {
   size_t size() const { return layout.size(); }
   c10::Device device() const { return layout.device(); }
   // Note [Lent wires], wire.h: what travels has memory during a window only.
-  bool lends_wire() const { return layout.form().lends_wires && (shard != nullptr || !wire.is_planned()); }
+  bool lends_wire() const { return layout.form().lazy_bucket_allocation && (shard != nullptr || !wire.is_planned()); }
 
   // `parameter.grad`, or the main gradient.
   const at::Tensor& held(size_t member) const { return holders_[member].grad(); }

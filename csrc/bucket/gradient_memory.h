@@ -22,7 +22,7 @@ struct GradientForm {
   bool as_bucket_view = false;  // note [Where gradients live], bucket.h
   std::optional<c10::ScalarType> of_16_bits;
   bool in_main_grad = false;
-  bool lends_wires = false;  // note [Lent wires], wire.h
+  bool lazy_bucket_allocation = false;  // note [Lent wires], wire.h
 
   c10::ScalarType dtype_of(const at::Tensor& parameter) const {
     const auto own = parameter.scalar_type();

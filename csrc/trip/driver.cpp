@@ -358,7 +358,7 @@ void Driver::join() {
 void Driver::give_back() {
   const auto captures = [](const Bucket& bucket) { return is_capturing(bucket.device()); };
   is_captured_ = is_captured_ || std::ranges::any_of(buckets_.all(), captures);
-  if (is_captured_ || !buckets_.form().lends_wires) return;
+  if (is_captured_ || !buckets_.form().lazy_bucket_allocation) return;
   for (auto& travel : travels_) {
     for (auto& flight : travel.flights) flight.pieces.clear(), flight.travels.reset();
     for (auto& wire : travel.wires) wire.give_back();

@@ -120,7 +120,7 @@ void plan_wires(Travels& travels, const Route& route, const std::optional<Shared
       const auto more = (guest == nullptr ? 0 : guest->legs[1].elements) + (is_last ? tail : 0);
       const auto length = rounded_up(elements + more, route.owners * route.unit);
       const auto& first = *route.collectives.front();
-      const bool is_lent = travel.bucket->layout.form().lends_wires;
+      const bool is_lent = travel.bucket->layout.form().lazy_bucket_allocation;
       const auto memory =
           is_lent ? nullptr : place_of(slabs, first, *travel.bucket, length, dtype, keeps_sent || first.takes_room);
       const bool has_beside = keeps_sent || (memory != nullptr && first.takes_room);

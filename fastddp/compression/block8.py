@@ -303,7 +303,7 @@ class Block8(Pipelined):
     def make(self, setting: Setting) -> _C.Pipeline:
         """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
         state, group = self.state, self.group(setting)
-        if setting.measures_gradients:
+        if setting.corruption:
             setting.load_kernels()
         wanted = {(tensor.device, tensor.dtype) for tensor in setting.parameters}
         load_block8_kernels(wanted, self.number, state.block_size, state.stochastic_rounding)

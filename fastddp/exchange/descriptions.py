@@ -15,7 +15,7 @@ from fastddp import _C
 from fastddp.errors import see
 from fastddp.kernel_loading.launching import load_kernels, load_sum_kernels
 from fastddp.ranks.backends import backend_of, check_numbers
-from fastddp.ranks.groups import zero_cta_twin
+from fastddp.ranks.groups import symmetric_twin
 from fastddp.ranks.hierarchy import Hierarchy
 from fastddp.ranks.lanes import lanes_for
 from fastddp.ranks.placement import nodes_of, processes_of, reads_beat_allreduces
@@ -42,8 +42,8 @@ class Setting:
     """Whether measured times say that a second lane pays: Note [Lanes over NCCL], ``lanes.py``."""
     divide_in_collective: bool = False
     """Whether the average of ``process_group`` does the division: see :func:`.agreement.divides_first`."""
-    measures_gradients: bool = False
-    """Whether pack also measures gradients (Note [Local sums], ``csrc/pack/local_sums.h``)."""
+    corruption: bool = False
+    """Whether ``Watch.corruption`` is set: pack measures gradients (Note [Local sums], ``csrc/pack/local_sums.h``)."""
     hierarchy: Hierarchy | None = None
     """Which ranks of ``process_group`` share a node; None: there is one level."""
     between_nodes: dist.ProcessGroup | None = None
@@ -52,7 +52,7 @@ class Setting:
     """What this rank exchanges between nodes; None: all of each gradient."""
     sharding: _C.Sharding | None = None
     """Which rank keeps what of the gradients, for a sharded optimizer; None: each rank gets all."""
-    zero_cta: bool = False
+    symmetric: bool = False
     """Whether wires go over groups of their own, in symmetric memory, and in one lane (``wire_memory="symmetric"``)."""
     place: str = ""
     """Added to the name of a bucket's memory, where ranks of a node have different shards of the bucket."""
@@ -72,8 +72,8 @@ class Setting:
         return self.between_nodes or named or self.process_group
 
     def carrier_of(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The group over which wires go, with the ranks of ``group``. A collective if :attr:`zero_cta` is set."""
-        return zero_cta_twin(group, self.device) if self.zero_cta else group
+        """The group over which wires go, with the ranks of ``group``. A collective if :attr:`symmetric` is set."""
+        return symmetric_twin(group, self.device) if self.symmetric else group
 
     def lanes_over(self, group: dist.ProcessGroup, *, with_reads: bool = True) -> _C.Lanes:
         """Groups of the ranks of ``group`` to deal buckets over. A collective: all its ranks call it together.
@@ -81,7 +81,7 @@ class Setting:
         With ``with_reads`` ranks may read each other's memory (Note [Reads], ``csrc/transport/reads.h``).
         """
         group = self.carrier_of(group)
-        several = self.several_lanes and not self.zero_cta
+        several = self.several_lanes and not self.symmetric
         groups = lanes_for(group, self.device, measured=self.lanes_were_measured) if several else [group]
         return _C.Lanes(groups, processes_of(group, self.device) if with_reads else ())
 
@@ -100,7 +100,7 @@ class Setting:
     def load_kernels(self, wire: torch.dtype | None = None) -> None:
         """Load the kernels that pack gradients into wires of this dtype (None: their own), where kernels are used."""
         wanted = {(tensor.device, tensor.dtype, wire or tensor.dtype) for tensor in self.parameters}
-        load_kernels(wanted, self.measures_gradients)
+        load_kernels(wanted, self.corruption)
 
 
 class Exchange:
@@ -206,7 +206,7 @@ class Noop(Exchange):
 
     def make(self, setting: Setting) -> _C.Exchange:
         """As :meth:`Exchange.make`."""
-        if setting.measures_gradients:
+        if setting.corruption:
             setting.load_kernels()
         return _C.Exchange.noop()
 

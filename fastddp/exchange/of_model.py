@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from fastddp import _C
 from fastddp.exchange.descriptions import Setting
-from fastddp.module.main_gradients import without_memory
 
 
 class OfModel:
@@ -33,7 +31,4 @@ class OfModel:
 
     def end(self, windows: int, setting: Setting) -> None:
         """Keep the last number of windows and the last setting of a model that goes."""
-        self._last = (
-            windows,
-            dataclasses.replace(setting, parameters=[without_memory(t, t.dtype) for t in setting.parameters]),
-        )
+        self._last = (windows, setting)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -25,8 +24,7 @@ class Sharded(Exchange):
     def make(self, setting: Setting) -> _C.Pipeline:
         """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
         assert setting.sharding is not None
-        whole = dataclasses.replace(setting, divide_in_collective=False)
-        return _C.Pipeline.sharded(self.exchange.make(whole), setting.sharding)
+        return _C.Pipeline.sharded(self.exchange.make(setting), setting.sharding)
 
 
 def check_shardable(exchange: Exchange, setting: Setting) -> None:

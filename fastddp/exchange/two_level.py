@@ -7,7 +7,6 @@ exchange these runs as the model's hook says. The result then goes to all ranks 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -41,12 +40,15 @@ def _shards(setting: Setting, hierarchy: Hierarchy, whole: bool) -> _C.Sharding:
 
 
 def _with_shards(setting: Setting, hierarchy: Hierarchy, shards: _C.Sharding) -> Setting:
-    return dataclasses.replace(
-        setting,
-        divide_in_collective=False,
-        measures_gradients=False,
-        hierarchy=None,
-        sharding=None,
+    """What a node does itself is left out: there gradients are divided, and measured before they are added up."""
+    return Setting(
+        setting.process_group,
+        setting.names,
+        setting.parameters,
+        setting.plan,
+        setting.several_lanes,
+        setting.reads_pay,
+        setting.lanes_were_measured,
         between_nodes=hierarchy.between,
         spans={parameter: (begin, end) for parameter, begin, end in shards.spans if begin < end},
         place=f" of rank {hierarchy.node.rank()} of a node",

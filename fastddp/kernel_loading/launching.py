@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 LEAST_CAPABILITY = 80  # for which the kernels are compiled and tested; older GPUs get torch's operators
 
 
-def load_kernels(
-    wanted: Iterable[tuple[torch.device, torch.dtype, torch.dtype]], measuring_gradients: bool = False
-) -> None:
-    """Load pack, unpack and measure by device, gradients' and wire's dtype; also those that measure own gradients."""
+def load_kernels(wanted: Iterable[tuple[torch.device, torch.dtype, torch.dtype]], corruption: bool = False) -> None:
+    """Load pack, unpack and measure by device, gradients' and wire's dtype; for ``corruption`` more that measure."""
     for device, gradient, wire in sorted(wanted, key=str):
         if (capability := capability_of(device)) is None:
             continue
@@ -40,7 +38,7 @@ def load_kernels(
             _load(device, [compile_pack("pack", gradient, wire, capability)], kernel_cases.pack(gradient, wire))
             _load(device, [compile_pack("unpack", gradient, wire, capability)], kernel_cases.unpack(gradient, wire))
             _load(device, [compile_measure(wire, capability)], kernel_cases.measure(wire))
-            if measuring_gradients:
+            if corruption:
                 measuring = compile_pack("pack_measuring", gradient, wire, capability)
                 _load(device, [measuring], kernel_cases.pack_measuring(gradient, wire))
                 measure = compile_measure_gradients(gradient, capability)

@@ -63,18 +63,14 @@ def verify_replicas(
     model: list[_Row] = [_describe(name, tensor) for name, tensor in parameters]
     texts = [json.dumps(rows).encode() for rows in (model, list(plan), [setting])]
     digest = memoryview(hashlib.sha256(b"".join(texts)).digest()).cast("q")
-    mine = torch.tensor([*map(len, texts), *digest, number], dtype=torch.int64, device=device)
-    every = [torch.empty_like(mine) for _ in range(process_group.size())]
-    together(dist.all_gather, every, mine, group=process_group)
-    numbers = torch.stack(every).cpu()
-    gathered, greatest = numbers[:, :-1], int(numbers[:, -1].max())
-    differ = bool((gathered != gathered[0]).any())
-    for text, length, message in zip(texts, gathered[0].tolist(), _MISMATCHES if differ else (), strict=False):
+    every = gather_numbers([*map(len, texts), *digest, number], process_group, device, torch.int64)
+    differ = any(of_rank[:-1] != every[0][:-1] for of_rank in every)
+    for text, length, message in zip(texts, every[0], _MISMATCHES if differ else (), strict=False):
         theirs = json.loads(bytes(_rank_0s([*text.ljust(length)[:length]], process_group, device)))
         reports = _gather_reports(_first_difference(json.loads(text), theirs), process_group, device)
         if reports:
             raise RuntimeError(message(theirs, reports))
-    return greatest
+    return max(of_rank[-1] for of_rank in every)
 
 
 def check_dense(tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -140,7 +136,7 @@ def check_same_model(number: int, process_group: dist.ProcessGroup, device: torc
     Otherwise each rank would take what they agree on next for its own model, for good. ``number`` is that of this
     rank's model in ``process_group``, from 1; or 0 if ranks have agreed on none, which is not compared.
     """
-    numbers = [int(of_rank) for (of_rank,) in gather_numbers([number], process_group, device)]
+    numbers = [of_rank for (of_rank,) in gather_numbers([number], process_group, device, torch.int64)]
     models = sorted({*numbers} - {0})
     if len(models) > 1:
         where = [listed([rank for rank, of in enumerate(numbers) if of == model]) for model in models]
@@ -235,8 +231,8 @@ def _gather_reports(mine: _Difference | None, process_group: dist.ProcessGroup, 
         # A name in a plan's file may hold half of a surrogate pair, which UTF-8 cannot encode.
         value = mine.value.encode(errors="replace")[: (_REPORT_BYTES - 128) // 6].decode(errors="ignore")
         report = json.dumps([mine.first, mine.number, mine.count, value]).encode()
-    every = gather_numbers([*report.ljust(_REPORT_BYTES)], process_group, device)
-    texts = [bytes(map(int, characters)).strip() for characters in every]
+    every = gather_numbers([*report.ljust(_REPORT_BYTES)], process_group, device, torch.uint8)
+    texts = [bytes(characters).strip() for characters in every]
     return {rank: _Difference(*json.loads(text)) for rank, text in enumerate(texts) if text}
 
 

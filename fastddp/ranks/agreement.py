@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,11 @@ from fastddp.ranks.listing import listed
 from fastddp.ranks.together import of_all_ranks, together
 
 
-def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[list[float]]:
-    """The numbers of each rank of ``group``, in one all-gather."""
-    return of_all_ranks(torch.tensor(numbers, dtype=torch.float64, device=device), group)
+def gather_numbers(
+    numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype = torch.float64
+) -> list[list[Any]]:
+    """The numbers of each rank of ``group``, as many on each, in one all-gather."""
+    return of_all_ranks(torch.tensor(numbers, dtype=dtype, device=device), group).tolist()
 
 
 def difference(names: Sequence[str], by_rank: Sequence[Sequence[float]]) -> str | None:

@@ -51,23 +51,23 @@ def make_group(
     parts: Sequence[Sequence[int]],
     what: str,
     *,
-    zero_cta: bool = False,
+    symmetric: bool = False,
 ) -> dist.ProcessGroup:
     """A process group of this rank's part of ``parent``, with the backend that carries tensors of ``device``.
 
     ``parts`` are numbers of ranks in ``parent``, each in one part. The group has the time-out of ``parent``. Over NCCL
-    it has the options of ``parent``, but its streams have high priority. With ``zero_cta`` its collectives take no
+    it has the options of ``parent``, but its streams have high priority. With ``symmetric`` its collectives take no
     multiprocessors where NCCL has copy engines for them.
 
     A collective: all ranks of ``parent`` call it together, and no others (Note [Groups of some ranks]).
 
     Raises:
-        ValueError: ``zero_cta`` with another backend than NCCL.
-        RuntimeError: ``zero_cta`` with a torch that cannot ask NCCL for it.
+        ValueError: ``symmetric`` with another backend than NCCL.
+        RuntimeError: ``symmetric`` with a torch that cannot ask NCCL for it.
     """
     options = _options(parent, device)
     timeout = None if options is None else options._timeout
-    nccl_options = _nccl_options(parent, device, options, zero_cta)
+    nccl_options = _nccl_options(parent, device, options, symmetric)
     description = f"fastddp {what}"
     if _splits(parent, device):
         split = [list(ranks) for ranks in parts]
@@ -88,8 +88,8 @@ def make_group(
         )
 
 
-def zero_cta_twin(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of the same ranks that :func:`make_group` makes with ``zero_cta``; for one rank, the group itself.
+def symmetric_twin(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A group of the same ranks that :func:`make_group` makes with ``symmetric``; for one rank, the group itself.
 
     Made once, and kept for as long as torch keeps ``process_group``. A collective, with the errors of `make_group`.
 
@@ -101,7 +101,7 @@ def zero_cta_twin(process_group: dist.ProcessGroup, device: torch.device) -> dis
 
 @once_a_group
 def _twin(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    _nccl_options(process_group, device, _options(process_group, device), zero_cta=True)  # before anything is sent
+    _nccl_options(process_group, device, _options(process_group, device), symmetric=True)  # before anything is sent
     if not ranks_name_groups_alike(process_group, device):
         raise RuntimeError(
             'wire_memory="symmetric" makes a process group. Torch names groups by how many a rank is in, and ranks of '
@@ -109,7 +109,7 @@ def _twin(process_group: dist.ProcessGroup, device: torch.device) -> dist.Proces
             + see("FD029")
         )
     everyone = [range(process_group.size())]
-    return make_group(process_group, device, everyone, "wires without CTAs", zero_cta=True)
+    return make_group(process_group, device, everyone, "wires without CTAs", symmetric=True)
 
 
 def ranks_name_groups_alike(process_group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -133,10 +133,10 @@ def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
     return getattr(inner, "options", None)
 
 
-def _nccl_options(parent: dist.ProcessGroup, device: torch.device, options: Any, zero_cta: bool) -> Any:
+def _nccl_options(parent: dist.ProcessGroup, device: torch.device, options: Any, symmetric: bool) -> Any:
     carrier = backend_of(parent, device)
     if carrier != dist.Backend.NCCL:
-        if zero_cta:
+        if symmetric:
             raise ValueError(
                 f'wire_memory="symmetric" takes a process group over NCCL, and {carrier} carries tensors on {device} '
                 "here. Leave wire_memory out." + see("FD029")
@@ -144,7 +144,7 @@ def _nccl_options(parent: dist.ProcessGroup, device: torch.device, options: Any,
         return None
     options = copy.deepcopy(options)
     options.is_high_priority_stream = True
-    if zero_cta:
+    if symmetric:
         policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
         if policy is None or not hasattr(options.config, "cta_policy"):
             raise RuntimeError(

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastddp.errors import see
+from fastddp.ranks.agreement import gather_numbers
 from fastddp.ranks.groups import make_group, once_a_group, ranks_name_groups_alike
 from fastddp.ranks.listing import listed
 from fastddp.ranks.placement import machine_of_this_rank
-from fastddp.ranks.together import of_all_ranks
 
 HierarchyArgument = Literal["node"] | DeviceMesh | None
 
@@ -157,7 +157,7 @@ def _ranks_by_node(process_group: dist.ProcessGroup, device: torch.device) -> li
         ValueError: the ranks of one of torchrun's nodes are on several machines.
     """
     numbers = [_variable("GROUP_RANK"), _variable("LOCAL_WORLD_SIZE"), machine_of_this_rank()]
-    told = of_all_ranks(torch.tensor(numbers, dtype=torch.int64, device=device), process_group)
+    told = gather_numbers(numbers, process_group, device, torch.int64)
     has_launcher = all(_NO_LAUNCHER not in row[:2] for row in told)
     nodes: dict[int, list[int]] = {}
     for rank, (group_rank, _, machine) in enumerate(told):

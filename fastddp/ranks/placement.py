@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from fastddp import _C
+from fastddp.ranks.agreement import gather_numbers
 from fastddp.ranks.backends import backend_of
 from fastddp.ranks.groups import once_a_group
-from fastddp.ranks.together import of_all_ranks
 
+_CPU = torch.device("cpu")
 _ENOUGH_BYTES = 4 * 2**20
 
 
@@ -41,7 +42,7 @@ def nodes_of(process_group: dist.ProcessGroup) -> tuple[int, ...]:
     ranks = process_group.size()
     if ranks <= 2:  # machines make no difference to so few ranks
         return tuple(range(ranks))
-    machines = of_all_ranks(torch.tensor([machine_of_this_rank()], device="cpu"), process_group)
+    machines = gather_numbers([machine_of_this_rank()], process_group, _CPU, torch.int64)
     numbers: dict[int, int] = {}
     return tuple(numbers.setdefault(machine, len(numbers)) for (machine,) in machines)
 
@@ -71,8 +72,8 @@ def reads_beat_allreduces(process_group: dist.ProcessGroup, device: torch.device
 def _cores_are_taken(process_group: dist.ProcessGroup) -> bool:
     """Whether the ranks of a machine have as many threads as cores. Two ranks have the same cores, or no common one."""
     cores = sorted(os.sched_getaffinity(0))
-    row = torch.tensor([torch.get_num_threads(), len(cores), zlib.crc32(repr(cores).encode())], device="cpu")
-    ranks = of_all_ranks(row, process_group)
+    row = [torch.get_num_threads(), len(cores), zlib.crc32(repr(cores).encode())]
+    ranks = gather_numbers(row, process_group, _CPU, torch.int64)
     return sum(rank[0] for rank in ranks) >= sum({which: count for _, count, which in ranks}.values())
 
 
@@ -82,14 +83,14 @@ def _processes(process_group: dist.ProcessGroup) -> tuple[int, ...]:
     sample = os.urandom(8)  # of this process alone: its number may mean another process where another rank looks
     memory = torch.frombuffer(bytearray(sample), dtype=torch.uint8)
     number = int.from_bytes(sample, signed=True)
-    row = torch.tensor([machine_of_this_rank(), os.getpid(), memory.data_ptr(), number], device="cpu")
-    ranks = of_all_ranks(row, process_group)
+    row = [machine_of_this_rank(), os.getpid(), memory.data_ptr(), number]
+    ranks = gather_numbers(row, process_group, _CPU, torch.int64)
     reads_all = all(
         _C.has_bytes(process, address, number.to_bytes(8, signed=True))
         for machine, process, address, number in ranks
         if machine == row[0]
     )
-    answers = of_all_ranks(torch.tensor([int(reads_all)], device="cpu"), process_group)
+    answers = gather_numbers([reads_all], process_group, _CPU, torch.int64)
     is_here = [rank[0] == row[0] for rank in ranks]
     may_read = all(answer for (answer,), here in zip(answers, is_here, strict=True) if here)
     return tuple(rank[1] if here and may_read else 0 for rank, here in zip(ranks, is_here, strict=True))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,11 +30,17 @@ def together(collective: Callable[..., dist.Work], *args: Any, group: dist.Proce
     finish(work, group)
 
 
-def of_all_ranks(mine: Tensor, group: dist.ProcessGroup) -> list[list[Any]]:
-    """The numbers of each rank, in one all-gather."""
-    everywhere = [torch.empty_like(mine) for _ in range(group.size())]
-    together(dist.all_gather, everywhere, mine, group=group)
-    return [of_rank.tolist() for of_rank in everywhere]
+def start_gather(rows: Tensor, mine: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Let ``rows`` become what each rank has, for :func:`finish` to wait for. Raises as :func:`together`."""
+    with telling_who_has_ended(group):
+        return dist.all_gather([*rows], mine, group=group, async_op=True)
+
+
+def of_all_ranks(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What each rank has, in one all-gather: [ranks, ...], of one size."""
+    rows = mine.new_empty(group.size(), *mine.shape)
+    finish(start_gather(rows, mine, group), group)
+    return rows
 
 
 def finish(work: dist.Work, group: dist.ProcessGroup) -> None:

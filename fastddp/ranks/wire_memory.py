@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fastddp import _C
 from fastddp.errors import see
+from fastddp.ranks.agreement import greatest
 from fastddp.ranks.groups import once_a_group
-from fastddp.ranks.together import together
 
 WireMemory = Literal["registered", "symmetric"] | None
 
@@ -65,9 +65,7 @@ def _is_offered(group: dist.ProcessGroup, device: torch.device) -> bool:
         backend = group._get_backend(device)
     except RuntimeError:  # a third-party group
         return False
-    offers = torch.tensor([int(backend.supports_tensor_alloc(device))], device=device)
-    together(dist.all_reduce, offers, dist.ReduceOp.MIN, group=group)
-    return bool(offers)
+    return not any(greatest([not backend.supports_tensor_alloc(device)], group, device))
 
 
 def _in_a_window(group: dist.ProcessGroup, backend: Any, size: int, device: torch.device) -> Tensor:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastddp import _C
-from fastddp.ranks.together import together
+from fastddp.ranks.agreement import gather_numbers
+from fastddp.ranks.together import of_all_ranks
 from fastddp.sharding.shards import Shards, Span
 
 State = Mapping[str, Any]
@@ -70,16 +70,11 @@ def _of_all_ranks(own: Any, shards: Shards) -> list[Any]:
     torch.save(own, saved)
     device = shards.buckets[0].flat.device if shards.buckets else torch.device("cpu")
     content = torch.frombuffer(saved.getbuffer(), dtype=torch.uint8).to(device)
-    lengths = torch.zeros(shards.group.size(), dtype=torch.int64, device=device)
-    lengths[shards.group.rank()] = len(content)
-    together(dist.all_reduce, lengths, group=shards.group)
-    rows = torch.zeros(shards.group.size(), int(lengths.max()), dtype=torch.uint8, device=device)
-    padded = torch.zeros_like(rows[0])
-    padded[: len(content)] = content
-    together(dist.all_gather, [*rows], padded, group=shards.group)
+    lengths = [length for (length,) in gather_numbers([len(content)], shards.group, device, torch.int64)]
+    rows = of_all_ranks(nn.functional.pad(content, (0, max(lengths) - len(content))), shards.group)
     known = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(saved.getbuffer()))
     with torch.serialization.safe_globals([pkgutil.resolve_name(name) for name in known]):
-        return [_loaded(row[:length]) for row, length in zip(rows, lengths.tolist(), strict=True)]
+        return [_loaded(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
 def _loaded(content: Tensor) -> Any:

@@ -7,16 +7,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastddp._C import unrecorded
-from fastddp.ranks.together import finish
+from fastddp.ranks.together import finish, start_gather
 
 
 class Gathering:
     """Rows of all ranks of ``group``, on their way, made everywhere in one order; ``row``: [columns], all as long."""
 
     def __init__(self, row: Tensor, group: dist.ProcessGroup) -> None:
-        self._rows = self._on_host = torch.empty(group.size(), len(row), dtype=row.dtype, device=row.device)
+        self._rows = self._on_host = row.new_empty(group.size(), len(row))
         self._group = group
-        self._work = unrecorded(lambda: dist.all_gather(list(self._rows), row, group=group, async_op=True))
+        self._work = unrecorded(lambda: start_gather(self._rows, row, group))
         self._event: torch.Event | None = None
 
     def is_done(self) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastddp.errors import see
 from fastddp.exchange.in_force import InForce
+from fastddp.ranks.agreement import gather_numbers
 from fastddp.ranks.together import together
 from fastddp.watch.corruption import Corruption, OnCorruption, a_scaler_steps, deliver
 
@@ -147,7 +148,7 @@ class NonFiniteWatch:
         if now.reducer.state != "finished" or now.reducer.windows() != step:  # not the last one
             return _corruption(step, None, by_all, in_result)
         by_all = by_all and not now.is_uneven  # a rank without inputs would not take part
-        said = _what_all_ranks_had(now) if by_all else [_what_this_rank_had(now).tolist()]
+        said = _what_all_ranks_had(now) if by_all else [_what_this_rank_had(now)]
         found = _judged(now, said)
         may_be_spread = self._since is not None or (found is not None and len(found.losses) == len(said))
         if may_be_spread and (name := _first_parameter_that_is_not_finite(now)) is not None:
@@ -202,11 +203,8 @@ def _first_parameter_that_is_not_finite(now: InForce) -> str | None:
 
 
 def _what_all_ranks_had(now: InForce) -> list[list[float]]:
-    said = _what_this_rank_had(now)
     group = now.exchange.group(now.setting) or now.process_group
-    of_all = [torch.empty_like(said) for _ in range(group.size())]
-    together(dist.all_gather, of_all, said, group=group)
-    return [rank.tolist() for rank in of_all]
+    return gather_numbers(_what_this_rank_had(now), group, now.device)
 
 
 # What a rank says, in fp64. A header: its rank, how many gradients are not finite, how many are not all zeros, and the
@@ -216,7 +214,7 @@ _HEADER = 5
 _WORDS = 3
 
 
-def _what_this_rank_had(now: InForce) -> Tensor:
+def _what_this_rank_had(now: InForce) -> list[float]:
     if now.reducer.state != "finished":
         raise RuntimeError(
             "Who brought gradients that are not finite is known between the backward that synchronises them and the "
@@ -229,9 +227,7 @@ def _what_this_rank_had(now: InForce) -> Tensor:
     there = int(((squares != 0) | (counts != 0)).sum())
     header = [now.process_group.rank(), len(found), there, largest, math.sqrt(max(squares[largest].item(), 0.0))]
     words = [number for one in found[:_MOST_OF_A_RANK] for number in one]
-    said = torch.zeros(_HEADER + _WORDS * _MOST_OF_A_RANK, dtype=torch.float64)
-    said[: len(header) + len(words)] = torch.tensor([*header, *words], dtype=torch.float64)
-    return said.to(now.device)
+    return [*header, *words, *[0.0] * (_WORDS * _MOST_OF_A_RANK - len(words))]
 
 
 def _places(now: InForce) -> list[int]:

@@ -107,7 +107,7 @@ class _Steps:
         if (now := self._trained_by(optimizer)) is not None:
             if (check := self._check()) is not None:
                 check()
-            if now.main_gradients.dtype is not None and now.setting.sharding is None:
+            if now.main_gradients.dtype is not None and now.sharding is None:
                 check_optimizer(optimizer, now.parameters)
             # GradScaler sets it on an optimizer that decides itself whether to skip.
             if isinstance(found_inf := getattr(optimizer, "found_inf", None), Tensor):

@@ -48,9 +48,9 @@ def _changed(now: InForce, missing: Sequence[int]) -> dict[int, str]:
 
 
 def _message(now: InForce, missing: Sequence[int], elsewhere: Mapping[int, Lack], silence: str) -> str:
-    names, rank, ranks = now.setting.names, now.process_group.rank(), now.process_group.size()
+    names, rank, ranks = now.parameters.names, now.process_group.rank(), now.process_group.size()
     changed = _changed(now, missing)
-    bucket_of = {index: number for number, bucket in enumerate(now.setting.plan) for index in bucket}
+    bucket_of = {index: number for number, bucket in enumerate(now.plan) for index in bucket}
     headline = (
         f"fastddp: backward ended on rank {rank} without a gradient for {len(missing)} of {len(names)} parameters, so "
         "gradients are only partly synchronised:"

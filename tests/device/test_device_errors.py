@@ -81,7 +81,7 @@ def test_errors_of_launches_go_to_operators_and_all_others_are_raised_by_name(ra
         # A kernel that is loaded then is not at fault either.
         if code == 700:
             with pytest.raises(torch.AcceleratorError, match="loading a kernel " + said):
-                load_kernels([(HERE, FP16, FP16)], measuring_gradients=True)
+                load_kernels([(HERE, FP16, FP16)], corruption=True)
         fake_cuda.schedule()
     assert len(_C.kernels_given_up()) == given_up
     assert packed(FP64, FP64, "none") == [1, 2, 3]
@@ -92,7 +92,7 @@ def test_errors_of_launches_go_to_operators_and_all_others_are_raised_by_name(ra
 def test_the_first_call_of_a_kernel_does_not_take_the_devices_error_for_its_own(rank: int) -> None:
     fake_cuda.schedule()
     trusted, proofs.proof_of = proofs.proof_of, lambda kernel, device: None
-    load_kernels([(HERE, FP64, FP64)], measuring_gradients=True)
+    load_kernels([(HERE, FP64, FP64)], corruption=True)
     proofs.proof_of = trusted
     given_up = len(_C.kernels_given_up())
     fake_cuda.break_kernels("fastddp_pack_measuring_fp64", "719")

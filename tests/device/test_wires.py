@@ -276,7 +276,7 @@ def windows_are_offered() -> Iterator[None]:
     with (
         memory_is_offered(),
         mock.patch.object(wire_memory, "_in_a_window", in_a_window),
-        mock.patch.object(descriptions, "zero_cta_twin", lambda group, device: group),
+        mock.patch.object(descriptions, "symmetric_twin", lambda group, device: group),
     ):
         yield
 
@@ -333,6 +333,6 @@ def test_what_lacks_for_windows_is_said_at_construction(what: str, error: str, r
         if what == "no memory":
             fake_cuda.offer_memory(False)
         elif what == "no CUDA":
-            stack.enter_context(mock.patch.object(descriptions, "zero_cta_twin", lambda group, device: group))
+            stack.enter_context(mock.patch.object(descriptions, "symmetric_twin", lambda group, device: group))
         with pytest.raises((ValueError, RuntimeError), match=rf"(?s){error}.*Leave wire_memory out"):
             wrapped("", wire_memory="symmetric")

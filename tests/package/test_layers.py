@@ -92,8 +92,8 @@ def test_nothing_uses_itself_by_way_of_others(uses: dict[str, set[str]]) -> None
 
 
 def test_collectives_outside_of_windows_go_through_together() -> None:
-    """So all end alike, with rank and cause. Works are waited for there too."""
-    plain = re.compile(r"dist\.(?:all_gather|all_reduce|broadcast|barrier)\((?!.*async_op=True)")
+    """So all end alike, with rank and cause. Works are waited for there too, and numbers gathered."""
+    plain = re.compile(r"dist\.(?:all_gather|(?:all_reduce|broadcast|barrier)\((?!.*async_op=True))")
     waits = re.compile(r"\bwork\.wait\(\)")
     found = [
         (module, line.strip())

@@ -176,7 +176,7 @@ PARTS: dict[str, tuple[Callable[[Any], object], list[Any]]] = {
         lambda group: hierarchy._of_nodes([[0, 3], [1, 2]], group, CUDA),
         [[[0, 3], [1, 2]], [[0, 1], [3, 2]]],
     ),
-    "zero CTA": (lambda group: [groups.zero_cta_twin(group, CUDA) for _ in range(2)], [[[0, 1, 2, 3]]]),
+    "symmetric": (lambda group: [groups.symmetric_twin(group, CUDA) for _ in range(2)], [[[0, 1, 2, 3]]]),
 }
 
 
@@ -207,16 +207,16 @@ def test_where_a_device_is_bound_all_split_the_models_communicator_and_elsewhere
             options = given["pg_options"]
             assert options.is_high_priority_stream
             assert options.config.max_ctas == 16
-            assert options.config.cta_policy == (2 if what == "zero CTA" else 0)
+            assert options.config.cta_policy == (2 if what == "symmetric" else 0)
         assert not job.options.is_high_priority_stream  # the model's own are as they were
 
 
 def test_what_lacks_for_the_zero_cta_policy_is_said() -> None:
     job = Jobs(0, binds_a_device=True, zero_cta=False)
     with job(), pytest.raises(RuntimeError, match=r"zero-CTA policy, which torch .* does not know here"):
-        groups.zero_cta_twin(job.group, CUDA)
+        groups.symmetric_twin(job.group, CUDA)
     with job("ucc"), pytest.raises(ValueError, match="takes a process group over NCCL, and ucc carries tensors"):
-        groups.zero_cta_twin(job.group, CUDA)
+        groups.symmetric_twin(job.group, CUDA)
     assert not job.made
 
 

@@ -82,7 +82,7 @@ def wrap_in_fastddp(module: Linear, options: Options) -> nn.Module:
         param_to_hook_all_reduce=parameters[options.awaited] if delayed else None,
         main_grads=None if options.main_gradients == "no" else options.main_gradients,
         hierarchy=two_nodes(dist.group.WORLD) if options.two_levels else None,
-        lazy_bucket_allocation=options.lends_wires,
+        lazy_bucket_allocation=options.lazy_bucket_allocation,
         watch=fastddp.Watch(audit_every=options.audit_every),
     )
     if options.hook in ("allreduce", "python"):

@@ -60,7 +60,7 @@ class Options:
     awaited: int = 0
     main_gradients: Literal["no", "grad", "main_grad"] = "no"  # those of 16 bits are fp32, and where
     two_levels: bool = False  # two nodes of two ranks
-    lends_wires: bool = False  # lazy_bucket_allocation
+    lazy_bucket_allocation: bool = False
     audit_every: int | None = None
     reads: bool = False  # of gradients, however few
     sharded: Sharded = "no"  # the optimizer
@@ -363,7 +363,7 @@ def programs_of_sharded_optimizers(draw: st.DrawFn, world_size: int, hooks: Sequ
         else draw(st.sampled_from(["elements", "elements", "parameters"])),
         gather=draw(st.sampled_from(get_args(Gather))),
         parameter_wire=wire,
-        lends_wires=draw(st.booleans()),
+        lazy_bucket_allocation=draw(st.booleans()),
         audit_every=draw(st.sampled_from([None, None, 1])) if not options.two_levels else None,
     )
     writes = st.builds(Write, st.integers(0, len(parameters) - 1))

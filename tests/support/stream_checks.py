@@ -92,7 +92,7 @@ def reducer(
     load_kernels([(DEVICE, torch.float32, torch.float32)])
     names = [f"p{index}" for index in range(len(of))]
     plan = plan or [list(range(len(of)))]
-    engine = _C.Reducer(list(of), names, plan, group(), view, expect, lends_wires=wires == "lent")
+    engine = _C.Reducer(list(of), names, plan, group(), view, expect, lazy_bucket_allocation=wires == "lent")
     if wires == "slab":
 
         def allocate(_: object, size: int, device: torch.device) -> Tensor:

@@ -57,7 +57,7 @@ class Execution:
             bucket_cap_mb=program.bucket_cap_mb,
             find_unused_parameters=program.usage == "find_unused_parameters",
             static_graph=program.usage == "static_graph",
-            lazy_bucket_allocation=program.lends_wires,
+            lazy_bucket_allocation=program.lazy_bucket_allocation,
             watch=fastddp.Watch(stall=None),
         )
         self.parameters: list[Any] = list(self.model.module.parameters())

@@ -44,7 +44,7 @@ class TrainingProgram:
     usage: Usage
     view: bool
     bucket_cap_mb: float | None
-    lends_wires: bool
+    lazy_bucket_allocation: bool
     hook: Hook
     optimizer: Kind
     groups: int
@@ -128,7 +128,7 @@ def draw_program(seed: int, ranks: int) -> TrainingProgram:
         usage=usage,
         view=draw.random() < 0.5,
         bucket_cap_mb=draw.choice([None, 1e-6, 0.0002, 0.0005]),
-        lends_wires=draw.random() < 0.2,
+        lazy_bucket_allocation=draw.random() < 0.2,
         hook=hook,
         optimizer=draw.choice(kinds),
         groups=draw.randint(1, 2),

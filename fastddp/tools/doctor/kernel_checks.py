@@ -54,7 +54,7 @@ def _given_up(device: torch.device) -> list[str]:
 
 
 def _pack(device: torch.device) -> Iterator[Trial]:
-    launching.load_kernels(((device, gradient, wire) for gradient, wire in PAIRS), measuring_gradients=True)
+    launching.load_kernels(((device, gradient, wire) for gradient, wire in PAIRS), corruption=True)
     for gradient, wire in PAIRS:
         yield kernel_cases.pack(gradient, wire)
         yield kernel_cases.pack_measuring(gradient, wire)
