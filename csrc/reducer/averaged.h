@@ -1,4 +1,4 @@
-// Tells a listener, an optimizer that steps inside backward, which gradients are averaged.
+// Which gradients are averaged. Tells it a listener, an optimizer that steps inside backward.
 #pragma once
 
 #include <functional>
@@ -7,8 +7,9 @@
 #include <vector>
 
 #include "bucket/bucket.h"
+#include "bucket/buckets.h"
+#include "bucket/gradient_mark.h"
 #include "pipeline/user_code.h"
-#include "reducer/closing.h"
 #include "window/window.h"
 
 namespace fastddp {
@@ -18,7 +19,7 @@ class Averaged {
   using Callback = std::function<void(const std::vector<size_t>& parameters)>;
 
   // `lock`: callers of these functions hold it; the callback runs without it.
-  Averaged(const Window& window, std::mutex& lock) : window_(window), lock_(lock) {}
+  Averaged(const Buckets& buckets, const Window& window, std::mutex& lock) : buckets_(buckets), window_(window), lock_(lock) {}
 
   void set(Callback callback) { callback_ = std::move(callback); }
 
@@ -31,18 +32,45 @@ class Averaged {
     bucket.window.kept.let_go();
   }
 
-  void closed(const Closing& closing) const {
+  // All other gradients of the window are averaged. A parameter that no rank used is left out: it keeps the gradient it had,
+  // which may be this rank's alone.
+  void closed() const {
     if (!callback_) return;
-    if (const auto averaged = closing.averaged_after_buckets(); !averaged.empty()) report(averaged);
+    const auto parameters = those([this](size_t parameter) {
+      const bool is_reported_by_bucket = window_.expects_all() && !buckets_.is_sparse(parameter);
+      return !is_reported_by_bucket && window_.used(parameter) != Used::no;
+    });
+    if (!parameters.empty()) report(parameters);
+  }
+
+  // As Reducer::averaged() and Reducer::never_averaged().
+  std::vector<size_t> by_last_window() const {
+    if (!window_.is(WindowState::finished)) return {};
+    return those([this](size_t parameter) { return window_.arrival(parameter) != Arrival::none; });
+  }
+  std::vector<size_t> never() const {
+    if (!window_.is(WindowState::accumulating) && !window_.is(WindowState::armed)) return {};
+    return those([this](size_t parameter) {
+      return window_.arrival(parameter) == Arrival::local && holds_anything(buckets_.gradient(parameter));
+    });
   }
 
  private:
+  template <typename Are>
+  std::vector<size_t> those(const Are& are) const {
+    std::vector<size_t> found;
+    for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
+      if (are(parameter)) found.push_back(parameter);
+    }
+    return found;
+  }
   void report(const std::vector<size_t>& parameters) const {
     const auto call = callback_;
     const Unlocked unlocked(lock_);
     call(parameters);
   }
 
+  const Buckets& buckets_;
   const Window& window_;
   std::mutex& lock_;
   Callback callback_;

@@ -6,10 +6,12 @@
 
 #include "bucket/buckets.h"
 #include "pipeline/user_code.h"
+#include "reducer/layers.h"
 #include "reducer/observer.h"
 #include "reducer/other_reducers.h"
 #include "reducer/shared_sums.h"
 #include "reducer/ticks.h"
+#include "transport/weighting.h"
 #include "window/window.h"
 
 namespace fastddp {
@@ -23,31 +25,22 @@ bool came(const Window& window, const Buckets& buckets, size_t parameter);
 // reducer reads the gradients too (note [Shared parameters], other_reducers.h). The other is for a choice of parameters
 // (`backward(inputs=…)`): it may leave the window incomplete, and then the caller finds gradients as autograd made them.
 //
-// All functions are called with the reducer's lock held.
+// All functions are called with the reducer's lock held, except begin_sum().
 class Reduction {
  public:
-  Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer, Conductor& conductor,
-            const SharedSums& shared_sums, std::mutex& lock);
+  Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer, std::mutex& lock);
+
+  Layers& layers() { return layers_; }
+  SharedSums& shared_sums() { return shared_sums_; }
+  // This thread conducts for as long as the result lives.
+  [[nodiscard]] Conductor::Turn conduct() { return {conductor_, lock_}; }
+  bool is_conducted() const { return conductor_.is_busy(); }
+
+  // Before something is added to a gradient that is a sum over ranks: note [What a sum holds already], shared_sums.h.
+  void begin_sum(size_t parameter, bool is_defined);
 
   // The window reduces from now on.
   void begin();
-
-  // Note [Layers that write gradients]
-  // A layer may add to a gradient itself, and give autograd nothing. Where not all gradients are expected, such a gradient is
-  // told from one that has not come by its tensor and version: they are not what they were before backward.
-  void remember_gradients();
-  void forget_gradients() {
-    remembered_.clear();
-    written_.assign(written_.size(), false);
-  }
-  // Before autograd adds to a gradient: a layer may have written it by now.
-  void look_at(size_t parameter) {
-    const auto& gradient = buckets_.gradient(parameter);
-    if (remembered_.empty() || !gradient.defined()) return;
-    written_[parameter] = written_[parameter] || !remembered_[parameter].is_untouched(gradient);
-  }
-  // A layer says that it has written the gradient.
-  void note_written(size_t parameter) { written_[parameter] = true; }
   // Backward has ended: takes what layers have written to gradients that autograd knows nothing of.
   void take_unseen();
 
@@ -61,6 +54,9 @@ class Reduction {
   void synchronise_local_gradients();
   // Backward has ended, and its window with it: gradients that have come are sent, with placeholders for the others.
   void complete_all_buckets();
+
+  // The window has ended well.
+  void window_finished(const Weighting& weighting);
 
   // The model's backward has collectives of its own over the same ranks: note [Order among collectives].
   void share_order() { shares_order_ = true; }
@@ -80,12 +76,11 @@ class Reduction {
   Window& window_;
   Ticks& ticks_;
   Observer& observer_;
-  Conductor& conductor_;
-  const SharedSums& shared_sums_;
   std::mutex& lock_;
+  Conductor conductor_;
+  SharedSums shared_sums_;
+  Layers layers_;
   const OtherReducers others_;
-  std::vector<GradientMark> remembered_;  // by parameter; empty: what gradients were is not known
-  std::vector<bool> written_;             // by parameter
   bool shares_order_ = false;
   bool starts_at_end_ = false;  // this window's buckets start when backward has ended
 };

@@ -18,21 +18,25 @@ namespace fastddp {
 // Means need none of this (the mean of equal numbers is that number), nor do shares, which add up to 1.
 class SharedSums {
  public:
+  SharedSums(const Buckets& buckets, const Window& window) : buckets_(buckets), window_(window) {}
+
   // Whether zero() may have something to do. Any thread may call it without a lock.
   bool are_there() const { return any_; }
 
   // The window has ended well. `rank`: this rank's number in the exchange's group.
-  void note(const Weighting& weighting, int rank, const Window& window, size_t parameters);
+  void note(const Weighting& weighting, int rank);
 
   // Whether another rank holds the same sum as this gradient, and counts it.
   bool counts_elsewhere(size_t parameter) const { return parameter < counts_elsewhere_.size() && counts_elsewhere_[parameter]; }
 
   // Before something is added to the gradient. `by_layer`: it has been, if at all, and cannot be told from the sum.
-  void zero(const Buckets& buckets, size_t parameter, bool by_layer);
+  void zero(size_t parameter, bool by_layer);
   // Gradients have been removed, or set to zero.
   void forget() { counts_elsewhere_.assign(counts_elsewhere_.size(), false); }
 
  private:
+  const Buckets& buckets_;
+  const Window& window_;
   std::atomic<bool> any_{false};
   std::vector<bool> counts_elsewhere_;  // by parameter
 };

@@ -80,6 +80,8 @@ class Window {
     const auto state = state_.load();
     return state == WindowState::armed || state == WindowState::reducing || state == WindowState::partial;
   }
+  // Whether a backward has begun to reduce, and the window has neither ended nor failed.
+  bool has_begun() const { return is(WindowState::reducing) || is(WindowState::partial); }
   // Whether a backward that comes now may begin to reduce.
   bool may_begin() const;
 
