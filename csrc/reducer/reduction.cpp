@@ -76,38 +76,28 @@ void Reduction::forget_removed() {
 }
 
 void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {
-  const auto hook = window_.count_hook(parameter);
+  const bool is_gone = incoming.defined() && !buckets_.gradient(parameter).defined();
+  TORCH_CHECK(!is_gone, "fastddp: ", buckets_.describe(parameter), kGradientIsGone, see("FD008"));
   // Hooks also run in parts of the graph that the loss does not depend on. They have nothing to accumulate.
   const bool is_gradient = incoming.defined() || layers_.have_written(parameter) || window_.expects_all();
-  if (is_gradient) {
-    check_expected(parameter, hook);
-    const bool is_gone = incoming.defined() && !buckets_.gradient(parameter).defined();
-    TORCH_CHECK(!is_gone, "fastddp: ", buckets_.describe(parameter), kGradientIsGone, see("FD008"));
-    window_.note_synchronised(parameter);
-    observer_.gradient_ready(parameter);
-  }
-  if (!buckets_.has(parameter)) return;
-  const auto [index, member] = buckets_.place(parameter);
-  auto& bucket = buckets_[index];
-  bucket.window.producers.note(bucket.device());
-  if (hook == Window::Hook::last) complete(parameter, exclusive);
-  if (hook == Window::Hook::unexpected && is_gradient) {
-    bucket.note_unexpected(member, layers_.have_written(parameter) ? at::Tensor() : incoming);
-  }
-}
-
-void Reduction::check_expected(size_t parameter, Window::Hook hook) const {
+  const auto hook = window_.count_hook(parameter, is_gradient);
   TORCH_CHECK(hook != Window::Hook::too_many, "fastddp: ", buckets_.describe(parameter),
               " got a second gradient in one window on rank ", reducer_.process_group().getRank(), kSecondGradient,
               see("FD006"));
   TORCH_CHECK(window_.ends_with_backward() || hook != Window::Hook::unexpected, "fastddp: ", buckets_.describe(parameter),
               kUsageChanged, see("FD007"));
-}
-
-void Reduction::complete(size_t parameter, bool exclusive) {
+  if (is_gradient) observer_.gradient_ready(parameter);
   if (!buckets_.has(parameter)) return;
   const auto [index, member] = buckets_.place(parameter);
   auto& bucket = buckets_[index];
+  bucket.window.producers.note(bucket.device());
+  if (hook == Window::Hook::last) complete(bucket, member, exclusive);
+  if (hook != Window::Hook::unexpected) return;
+  bucket.note_unexpected(member, layers_.have_written(parameter) ? at::Tensor() : incoming);
+}
+
+void Reduction::complete(Bucket& bucket, size_t member, bool exclusive) {
+  const auto parameter = bucket.layout.parameter(member);
   if (window_.expects_all() || came(window_, buckets_, parameter)) {
     if (bucket.window.left_in_place) bucket.leave_wire(member);
     bucket.arrive(member, exclusive && !bucket.window.left_in_place);
@@ -138,7 +128,9 @@ void Reduction::synchronise_local_gradients() {
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
     if (window_.arrival(parameter) != Arrival::local || !window_.waits_for(parameter)) continue;
     window_.synchronise_local(parameter);
-    complete(parameter, false);
+    if (!buckets_.has(parameter)) continue;
+    const auto& [index, member] = buckets_.place(parameter);
+    complete(buckets_[index], member, false);
   }
 }
 

@@ -67,8 +67,7 @@ class Reduction {
     return [this](size_t parameter) { return !shared_sums_.counts_elsewhere(parameter); };
   }
   void forget_removed();
-  void check_expected(size_t parameter, Window::Hook hook) const;
-  void complete(size_t parameter, bool exclusive);
+  void complete(Bucket& bucket, size_t member, bool exclusive);
   void start_complete_buckets();
 
   const Reducer& reducer_;

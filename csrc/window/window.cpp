@@ -107,12 +107,16 @@ void Window::count_missing() {
   }
 }
 
-Window::Hook Window::count_hook(size_t parameter) {
+Window::Hook Window::count_hook(size_t parameter, bool is_gradient) {
   auto& record = parameters_[parameter];
   ++record.hooks;
-  if (!waits_for(parameter)) return Hook::unexpected;
-  if (record.hooks < record.expected) return Hook::more_to_come;
-  return record.hooks == record.expected ? Hook::last : Hook::too_many;
+  if (is_gradient) {
+    if (ended_ == 0 && record.arrival != Arrival::synchronised) arrival_order_.push_back(parameter);
+    record.arrival = Arrival::synchronised;
+  }
+  if (!waits_for(parameter)) return is_gradient ? Hook::unexpected : Hook::nothing;
+  if (record.hooks == record.expected) return Hook::last;
+  return is_gradient && record.hooks > record.expected ? Hook::too_many : Hook::nothing;
 }
 
 std::vector<size_t> Window::not_final() const {

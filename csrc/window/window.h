@@ -119,9 +119,14 @@ class Window {
 
   // ---- What has come.
 
-  // What a hook of a gradient means that ran in a backward that synchronises.
-  enum class Hook { more_to_come, last, unexpected, too_many };
-  Hook count_hook(size_t parameter);
+  // A hook of a gradient has run in a backward that synchronises. What that means:
+  enum class Hook {
+    nothing,     // more hooks are to come; or none is expected, and it has brought no gradient
+    last,        // of those expected, with a gradient or without
+    unexpected,  // a gradient for which the window does not wait
+    too_many,    // a gradient after the last one
+  };
+  Hook count_hook(size_t parameter, bool is_gradient);
 
   Arrival arrival(size_t parameter) const { return parameters_[parameter].arrival; }
   void note_local(size_t parameter) {
@@ -130,11 +135,6 @@ class Window {
   }
   // The local gradient has been removed, or set to zero.
   void forget_local(size_t parameter) { parameters_[parameter].arrival = Arrival::none; }
-  void note_synchronised(size_t parameter) {
-    auto& arrival = parameters_[parameter].arrival;
-    if (ended_ == 0 && arrival != Arrival::synchronised) arrival_order_.push_back(parameter);
-    arrival = Arrival::synchronised;
-  }
   // A local gradient is averaged as it is.
   void synchronise_local(size_t parameter) { parameters_[parameter].arrival = Arrival::local_synchronised; }
 
