@@ -21,7 +21,9 @@ class Averaged {
   // `lock`: callers of these functions hold it; the callback runs without it.
   Averaged(const Buckets& buckets, const Window& window, std::mutex& lock) : buckets_(buckets), window_(window), lock_(lock) {}
 
-  void set(Callback callback) { callback_ = std::move(callback); }
+  // Calls back when the gradients of these parameters are final and averaged: inside the backward, on the stream that wrote
+  // them.
+  void call(Callback callback) { callback_ = std::move(callback); }
 
   // The exchange has written the bucket's gradients, on the current stream.
   void bucket_finished(Bucket& bucket) const {
@@ -36,34 +38,29 @@ class Averaged {
   // which may be this rank's alone.
   void closed() const {
     if (!callback_) return;
-    const auto parameters = those([this](size_t parameter) {
+    const auto parameters = those(buckets_.parameters().size(), [this](size_t parameter) {
       const bool is_reported_by_bucket = window_.expects_all() && !buckets_.is_sparse(parameter);
       return !is_reported_by_bucket && window_.used(parameter) != Used::no;
     });
     if (!parameters.empty()) report(parameters);
   }
 
-  // As Reducer::averaged() and Reducer::never_averaged().
+  // Parameters whose gradients the last window has averaged.
   std::vector<size_t> by_last_window() const {
     if (!window_.is(WindowState::finished)) return {};
-    return those([this](size_t parameter) { return window_.arrival(parameter) != Arrival::none; });
+    return those(buckets_.parameters().size(),
+                 [this](size_t parameter) { return window_.arrival(parameter) != Arrival::none; });
   }
+  // Parameters of which a gradient that stayed on this rank is still there. Empty in a window that has begun to reduce. The host
+  // waits for the device, if there are local gradients.
   std::vector<size_t> never() const {
     if (!window_.is(WindowState::accumulating) && !window_.is(WindowState::armed)) return {};
-    return those([this](size_t parameter) {
+    return those(buckets_.parameters().size(), [this](size_t parameter) {
       return window_.arrival(parameter) == Arrival::local && holds_anything(buckets_.gradient(parameter));
     });
   }
 
  private:
-  template <typename Are>
-  std::vector<size_t> those(const Are& are) const {
-    std::vector<size_t> found;
-    for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
-      if (are(parameter)) found.push_back(parameter);
-    }
-    return found;
-  }
   void report(const std::vector<size_t>& parameters) const {
     const auto call = callback_;
     const Unlocked unlocked(lock_);

@@ -23,19 +23,6 @@ void Closing::reset() {
 
 // ------------------------------------------------------------------------------------------------------------- status
 
-// Note [Whose usage counts]
-c10d::ProcessGroup* Closing::status_group(const Exchange& exchange) const {
-  auto* const group = exchange.group();
-  const bool decides_over_buckets = window_.is_learning() && window_.learns_once();
-  return group != nullptr && decides_over_buckets ? &group_ : group;
-}
-
-// A captured step has no status: its graph is replayed without the host, which could not read one.
-bool Closing::exchanges_status(const Exchange& exchange) const {
-  const auto* const group = status_group(exchange);
-  return group != nullptr && group->getSize() > 1 && !is_capturing(buckets_.device());
-}
-
 static_assert(Exchange::kStatusRoom == WindowStatus::kNumbers);
 
 WindowStatus::Said Closing::said(const Exchange& exchange) const {
@@ -58,14 +45,6 @@ WindowStatus::Said Closing::said(const Exchange& exchange) const {
     said.not_finite_count = saying_.local->not_finite_count();
   }
   return said;
-}
-
-void Closing::write_status(const Exchange& exchange, const at::Tensor& room) {
-  if (status_rides(exchange)) {
-    status_.write(*exchange.group(), room, said(exchange));
-  } else {
-    room.zero_();
-  }
 }
 
 void Closing::send_status(const Exchange& exchange) {

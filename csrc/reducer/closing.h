@@ -57,7 +57,9 @@ class Closing {
     float scale = 0;                        // as WindowStatus::Said::scale
   };
   void say(const Saying& saying) { saying_ = saying; }
-  void write_status(const Exchange& exchange, const at::Tensor& room);
+  void write_status(const Exchange& exchange, const at::Tensor& room) {
+    status_rides(exchange) ? status_.write(*exchange.group(), room, said(exchange)) : void(room.zero_());
+  }
   // Unless it rides.
   void send_status(const Exchange& exchange);
   // Whether the window is well on all other ranks. If it is, learns which parameters are used. On a device with streams the host
@@ -69,9 +71,7 @@ class Closing {
     if (late) failure_.found_later(late->what, late->window);
     return late.has_value();
   }
-  // The window fails on this rank.
-  void fails_here(const std::string& what) { failure_.happened_here(what, window_.ended()); }
-  // What these three have found.
+  // What both have found, or has happened here.
   Failure& failure() { return failure_; }
   std::optional<size_t> take_late_not_finite() { return status_.take_late_not_finite(); }
   // Whether a rank has said in its status that its gradients are not finite. None: the host does not know it yet, or no status
@@ -87,8 +87,17 @@ class Closing {
   bool abandon(Exchange& exchange);
 
  private:
-  c10d::ProcessGroup* status_group(const Exchange& exchange) const;
-  bool exchanges_status(const Exchange& exchange) const;
+  // Note [Whose usage counts]
+  c10d::ProcessGroup* status_group(const Exchange& exchange) const {
+    auto* const group = exchange.group();
+    const bool decides_over_buckets = window_.is_learning() && window_.learns_once();
+    return group != nullptr && decides_over_buckets ? &group_ : group;
+  }
+  // A captured step has no status: its graph is replayed without the host, which could not read one.
+  bool exchanges_status(const Exchange& exchange) const {
+    const auto* const group = status_group(exchange);
+    return group != nullptr && group->getSize() > 1 && !is_capturing(buckets_.device());
+  }
   WindowStatus::Said said(const Exchange& exchange) const;
   void host_waits_for_status(Exchange& exchange);
   void take_status_that_rode(Exchange& exchange) {

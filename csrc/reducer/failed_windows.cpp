@@ -39,13 +39,6 @@ void Reducer::repair() {
   TORCH_CHECK(unsaid != Failure::Unsaid::error, closing_.failure().text(), see("FD010"));
 }
 
-void Reducer::repair_if_failed() {
-  const std::lock_guard lock(mutex_);
-  if (Backwards::is_inside_one()) return;
-  notice_failure();
-  if (window_.is(WindowState::failed)) repair();
-}
-
 void Reducer::shadow_window() {
   const std::lock_guard lock(mutex_);
   check_between_windows("a rank can take part in others' windows");

@@ -42,15 +42,6 @@ Reducer::~Reducer() {
   has_streams(buckets_.device()) ? ticks_.leave_behind() : ticks_.exchange().undo({});
 }
 
-void Reducer::begin_window() {
-  buckets_.reset();
-  ticks_.reset();
-  local_.reset();
-  closing_.reset();
-  reduction_.layers().reset();
-  observer_.window_begins();
-}
-
 // -------------------------------------------------------------------------------------------------- between two windows
 
 void Reducer::check_between_windows(const char* what) const {
@@ -307,17 +298,6 @@ void Reducer::finish_window() {
   observer_.window_finished();
 }
 
-// --------------------------------------------------------------------------------------------------- outside of a window
-
-void Reducer::discard_step(at::Tensor only_if) {
-  const std::lock_guard lock(mutex_);
-  notice_failure();
-  if (window_.is(WindowState::failed)) return;  // repair() undoes it
-  TORCH_CHECK(!window_.has_begun() && !reduction_.is_conducted(),
-              "fastddp: a step can be discarded after its backward only, not while its gradients travel", see("FD014"));
-  steps_.discard(std::move(only_if));
-}
-
 void Reducer::send_parameters(Gather& gather, size_t bucket, const at::Tensor& memory) {
   const Range range("gather", [&] {
     return " bucket=" + std::to_string(bucket) + " bytes=" + std::to_string(memory.nbytes()) +
@@ -335,13 +315,6 @@ void Reducer::await_parameters(Gather& gather, size_t bucket) {
     observer_.parameters_failed();
     throw;
   }
-}
-
-Locked<LocalGradients> Reducer::local_gradients() {
-  std::unique_lock lock(mutex_);
-  notice_failure();
-  local_.notice_late(closing_);
-  return {std::move(lock), local_};
 }
 
 }  // namespace fastddp

@@ -44,18 +44,19 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // backward that reaches none of them begins before its first gradient, which may be inside a reentrant checkpoint.
   void arm(const std::vector<at::Tensor>& outputs = {});
 
-  // The parameters without a gradient in a partial window; give_up() makes that window fail.
-  std::vector<size_t> missing() const {
-    const std::lock_guard lock(mutex_);
-    return reduction_.missing();
-  }
+  // Makes a partial window fail.
   void give_up() {
     const std::lock_guard lock(mutex_);
     if (window_.is(WindowState::partial)) fail_here("left parameters without a gradient");
   }
 
   // Repairs a window that failed, as the next forward would, unless a backward runs this.
-  void repair_if_failed();
+  void repair_if_failed() {
+    const std::lock_guard lock(mutex_);
+    if (Backwards::is_inside_one()) return;
+    notice_failure();
+    if (window_.is(WindowState::failed)) repair();
+  }
 
   // Takes part in the collectives of a window of other ranks, in which this rank has nothing to add (torch's Join).
   void shadow_window();
@@ -67,7 +68,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     if (!begins) steps_.optimizer_stepped();
   }
   // No optimizer steps with the gradients of this step. `only_if`: one element, on any device; if it is 0, one does step.
-  void discard_step(at::Tensor only_if);
+  void discard_step(at::Tensor only_if) {
+    const std::lock_guard lock(mutex_);
+    notice_failure();
+    if (window_.is(WindowState::failed)) return;  // repair() undoes it
+    TORCH_CHECK(!window_.has_begun() && !reduction_.is_conducted(),
+                "fastddp: a step can be discarded after its backward only, not while its gradients travel", see("FD014"));
+    steps_.discard(std::move(only_if));
+  }
 
   // Sends this rank's parameters of a bucket, and waits for those of the others (gather.h). Without the lock: whoever reads a
   // parameter may come here.
@@ -79,25 +87,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     const std::lock_guard lock(mutex_);
     weighting_ = weighting;
     ticks_.exchange().set_weighting(weighting);
-  }
-
-  // Parameters of which a gradient that stayed on this rank is still there. Empty in a window that has begun to reduce. The host
-  // waits for the device, if there are local gradients.
-  std::vector<size_t> never_averaged() const {
-    const std::lock_guard lock(mutex_);
-    return averaged_.never();
-  }
-  // Parameters whose gradients the last window has averaged.
-  std::vector<size_t> averaged() const {
-    const std::lock_guard lock(mutex_);
-    return averaged_.by_last_window();
-  }
-
-  // Calls back when the gradients of these parameters are final and averaged: inside the backward, on the stream that wrote
-  // them.
-  void on_averaged(Averaged::Callback callback) {
-    const std::lock_guard lock(mutex_);
-    averaged_.set(std::move(callback));
   }
 
   // Note [Layers that write gradients], layers.h.
@@ -118,8 +107,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Locked<const Window> window() const { return {std::unique_lock(mutex_), window_}; }
 
   Locked<const Buckets> buckets() const { return {std::unique_lock(mutex_), buckets_}; }
+  // Which gradients are averaged, and who is told.
+  Locked<Averaged> averaged() { return {std::unique_lock(mutex_), averaged_}; }
+  Locked<Reduction> reduction() { return {std::unique_lock(mutex_), reduction_}; }
   // What this rank's gradients were, up to now.
-  Locked<LocalGradients> local_gradients();
+  Locked<LocalGradients> local_gradients() {
+    std::unique_lock lock(mutex_);
+    notice_failure();
+    local_.notice_late(closing_);
+    return {std::move(lock), local_};
+  }
 
   // Which gradients coming windows expect; between two windows.
   void set_expect(Expect expect) {
@@ -156,12 +153,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool reacts() const { return window_.is_open(); }
   const c10d::ProcessGroup& process_group() const { return *process_group_; }
 
-  // The model's backward has collectives of its own over the same ranks: note [Order among collectives].
-  void share_order() {
-    const std::lock_guard lock(mutex_);
-    reduction_.share_order();
-  }
-
   // The number of this model in its process group, the same on all ranks; 0: ranks do not agree on a number.
   void set_model_number(size_t number) {
     const std::lock_guard lock(mutex_);
@@ -172,12 +163,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // ends that. The exchange has to be sharded too.
   void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
                       const std::vector<at::Tensor>& notices);
-
-  // `zero_grad` of the wrapper has removed gradients, or set them to zero.
-  void forget_sums() {
-    const std::lock_guard lock(mutex_);
-    reduction_.shared_sums().forget();
-  }
 
   void set_exchange(std::shared_ptr<Exchange> exchange);
 
@@ -214,7 +199,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     exchange.called_under(mutex_);
     exchange.status_is_written_by([&, this](const at::Tensor& room) { closing_.write_status(exchange, room); });
   }
-  void begin_window();
+  void begin_window() {
+    buckets_.reset();
+    ticks_.reset();
+    local_.reset();
+    closing_.reset();
+    reduction_.layers().reset();
+    observer_.window_begins();
+  }
   void place_gradients() {
     const c10::AutoGradMode no_grad(false);
     buckets_.move_in(std::exchange(movable_, {}));
@@ -237,7 +229,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Windows that fail.
   void notice_failure();
   void fail_here(const std::string& what) {
-    closing_.fails_here(what);
+    closing_.failure().happened_here(what, window_.ended());
     fail();
   }
   void fail() {

@@ -10,10 +10,6 @@
 
 namespace fastddp {
 
-bool came(const Window& window, const Buckets& buckets, size_t parameter) {
-  return window.arrival(parameter) != Arrival::none && buckets.gradient(parameter).defined();
-}
-
 Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer,
                      std::mutex& lock)
     : reducer_(reducer),
@@ -25,18 +21,6 @@ Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, T
       shared_sums_(buckets, window),
       layers_(buckets, window),
       others_(reducer, buckets.parameters()) {}
-
-void Reduction::begin_sum(size_t parameter, bool is_defined) {
-  if (!shared_sums_.are_there()) return;
-  const bool by_layer = layers_.may_have_added(parameter, is_defined);
-  const std::lock_guard lock(lock_);
-  shared_sums_.zero(parameter, by_layer);
-}
-
-void Reduction::window_finished(const Weighting& weighting) {
-  layers_.window_finished();
-  if (auto* const group = ticks_.exchange().group()) shared_sums_.note(weighting, group->getRank());
-}
 
 void Reduction::take_unseen() {
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
@@ -107,21 +91,6 @@ void Reduction::complete(Bucket& bucket, size_t member, bool exclusive) {
   }
   if (window_.count_down(parameter)) observer_.bucket_complete(bucket);
   start_complete_buckets();
-}
-
-void Reduction::start_complete_buckets() {
-  if (is_conducted()) return;
-  const auto turn = conduct();
-  const auto may_tick = [&] { return window_.is(WindowState::reducing) && !starts_at_end_ && !ticks_.next_waits(); };
-  while (may_tick() && window_.is_complete(ticks_.next())) ticks_.tick();
-}
-
-std::vector<size_t> Reduction::missing() const {
-  auto missing = window_.not_final();
-  std::erase_if(missing, [&](size_t parameter) {
-    return window_.arrival(parameter) == Arrival::local && came(window_, buckets_, parameter);
-  });
-  return missing;
 }
 
 void Reduction::synchronise_local_gradients() {

@@ -17,7 +17,9 @@
 namespace fastddp {
 
 // Whether this window has brought a gradient that is still there: zero_grad may have removed it.
-bool came(const Window& window, const Buckets& buckets, size_t parameter);
+inline bool came(const Window& window, const Buckets& buckets, size_t parameter) {
+  return window.arrival(parameter) != Arrival::none && buckets.gradient(parameter).defined();
+}
 
 // Note [Gradients left in place]
 // A packed gradient may move into its wire, where it is only this rank's share of the mean, and may be averaged before backward
@@ -37,7 +39,12 @@ class Reduction {
   bool is_conducted() const { return conductor_.is_busy(); }
 
   // Before something is added to a gradient that is a sum over ranks: note [What a sum holds already], shared_sums.h.
-  void begin_sum(size_t parameter, bool is_defined);
+  void begin_sum(size_t parameter, bool is_defined) {
+    if (!shared_sums_.are_there()) return;
+    const bool by_layer = layers_.may_have_added(parameter, is_defined);
+    const std::lock_guard lock(lock_);
+    shared_sums_.zero(parameter, by_layer);
+  }
 
   // The window reduces from now on.
   void begin();
@@ -48,7 +55,12 @@ class Reduction {
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
 
   // The parameters that the window waits for and that have no gradient, not even a local one.
-  std::vector<size_t> missing() const;
+  std::vector<size_t> missing() const {
+    return those(buckets_.parameters().size(), [this](size_t parameter) {
+      const bool is_local = window_.arrival(parameter) == Arrival::local && came(window_, buckets_, parameter);
+      return window_.lacks(parameter) && !is_local;
+    });
+  }
 
   // Backward has ended, and nothing is missing: gradients that came under no_sync are averaged as they are.
   void synchronise_local_gradients();
@@ -56,7 +68,10 @@ class Reduction {
   void complete_all_buckets();
 
   // The window has ended well.
-  void window_finished(const Weighting& weighting);
+  void window_finished(const Weighting& weighting) {
+    layers_.window_finished();
+    if (auto* const group = ticks_.exchange().group()) shared_sums_.note(weighting, group->getRank());
+  }
 
   // The model's backward has collectives of its own over the same ranks: note [Order among collectives].
   void share_order() { shares_order_ = true; }
@@ -68,7 +83,12 @@ class Reduction {
   }
   void forget_removed();
   void complete(Bucket& bucket, size_t member, bool exclusive);
-  void start_complete_buckets();
+  void start_complete_buckets() {
+    if (is_conducted()) return;
+    const auto turn = conduct();
+    const auto may_tick = [&] { return window_.is(WindowState::reducing) && !starts_at_end_ && !ticks_.next_waits(); };
+    while (may_tick() && window_.is_complete(ticks_.next())) ticks_.tick();
+  }
 
   const Reducer& reducer_;
   Buckets& buckets_;

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <atomic>
 #include <utility>
 
 #include "autograd/backward.h"
 #include "bucket/buckets.h"
+#include "device/cuda_driver.h"
 #include "reducer/ticks.h"
 #include "window/window.h"
 
@@ -37,13 +40,29 @@ class Steps {
     if (!stepped_in_window_ && !window_.is(WindowState::failed)) ticks_.exchange().keep();
   }
   // As Reducer::discard_step().
-  void discard(at::Tensor only_if);
+  void discard(at::Tensor only_if) {
+    if (only_if.defined() && only_if.is_cpu()) {
+      if (only_if.item<double>() == 0.0) return;
+      only_if.reset();
+    }
+    is_unstepped_ = false;
+    const c10::AutoGradMode no_grad(false);
+    ticks_.exchange().undo(only_if);
+  }
 
   // Whether to look for a skipped step: at most once in each backward. Without the lock.
   bool may_be_skipped() { return is_unstepped_ && looked_in_.exchange(Backwards::number()) != Backwards::number(); }
   // Before a backward's first gradient, and before buckets lose their marks. Gradients that are still there are added to, and
   // the same question comes again.
-  void look_for_skipped();
+  void look_for_skipped() {
+    if (!is_unstepped_ || !are_seen_ || window_.has_begun() || is_capturing(buckets_.device())) return;
+    const c10::AutoGradMode no_grad(false);
+    for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
+      if (buckets_.still_holds(parameter)) return;
+    }
+    is_unstepped_ = false;
+    if (!window_.is(WindowState::failed)) ticks_.exchange().undo({});
+  }
 
   // The window has ended well.
   void window_finished() {
@@ -54,7 +73,11 @@ class Steps {
   void forget_window() { stepped_in_window_ = is_unstepped_ = false; }
 
  private:
-  bool adds_up() const;
+  // Whether gradients of the last window are still in `.grad`, so that the next one adds to them. Main gradients say nothing
+  // about it: they always stay.
+  bool adds_up() const {
+    return std::ranges::any_of(buckets_.parameters(), [](const auto& parameter) { return parameter.grad().defined(); });
+  }
 
   const Buckets& buckets_;
   const Window& window_;
