@@ -86,6 +86,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def("ready_times", [](Reducer& reducer) { return reducer.observer()->ready_times().seconds(); });
   def("knows_usage", [](Reducer& reducer) { return reducer.window()->knows_first(); });
   def("used_parameters", [](Reducer& reducer) { return reducer.window()->ever_used(); });
+  def("missing", [](Reducer& reducer) { return reducer.reduction()->missing(); });
+  def("share_order", [](Reducer& reducer) { reducer.reduction()->share_order(); });
+  def("forget_sums", [](Reducer& reducer) { reducer.reduction()->shared_sums().forget(); });
+  def("never_averaged", [](Reducer& reducer) { return reducer.averaged()->never(); });
+  def("averaged", [](Reducer& reducer) { return reducer.averaged()->by_last_window(); });
   def("local_sums", [](Reducer& reducer) { return reducer.local_gradients()->read(); });
   def("synchronised_not_finite", [](Reducer& reducer) { return reducer.local_gradients()->synchronised(); });
   def("sampled", [](Reducer& reducer) { return reducer.observer()->sampler().last(); });
@@ -130,7 +135,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             reducer.discard_step(only_if.value_or(at::Tensor()));
           },
           py::arg("only_if") = py::none(), no_gil)
-      .def("missing", &Reducer::missing, no_gil)
       .def("give_up", &Reducer::give_up, no_gil)
       .def("repair_if_failed", &Reducer::repair_if_failed, no_gil)
       .def("shadow_window", &Reducer::shadow_window, no_gil)
@@ -142,7 +146,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
               (*callback)(parameters);
             };
             const py::gil_scoped_release release;
-            reducer.on_averaged(std::move(call));
+            reducer.averaged()->call(std::move(call));
           },
           py::arg("callback"))
       .def(
@@ -159,7 +163,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("device_progress",
                              py::cpp_function([](Reducer& reducer) { return reducer.observer()->device_progress(); }, no_gil))
       .def("set_expect", &Reducer::set_expect, py::arg("expect"), no_gil)
-      .def("share_order", &Reducer::share_order, no_gil)
       .def("set_model_number", &Reducer::set_model_number, py::arg("number"), no_gil)
       .def("fix_usage", &Reducer::fix_usage, no_gil)
       .def("set_plan", &Reducer::set_plan, py::arg("plan"), no_gil)
@@ -179,9 +182,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "sample_every",
           [](Reducer& reducer, size_t windows, size_t first) { reducer.observer()->sampler().set_every(windows, first); },
           py::arg("windows"), py::arg("first"), no_gil)
-      .def("forget_sums", &Reducer::forget_sums, no_gil)
-      .def("never_averaged", &Reducer::never_averaged, no_gil)
-      .def("averaged", &Reducer::averaged, no_gil)
       .def(
           "own_gradients",
           [](Reducer& reducer) {

@@ -1,4 +1,4 @@
-// Tells a listener, an optimizer that steps inside backward, which gradients are averaged.
+// Which gradients are averaged. Tells it a listener, an optimizer that steps inside backward.
 #pragma once
 
 #include <functional>
@@ -7,8 +7,9 @@
 #include <vector>
 
 #include "bucket/bucket.h"
+#include "bucket/buckets.h"
+#include "bucket/gradient_mark.h"
 #include "pipeline/user_code.h"
-#include "reducer/closing.h"
 #include "window/window.h"
 
 namespace fastddp {
@@ -18,9 +19,11 @@ class Averaged {
   using Callback = std::function<void(const std::vector<size_t>& parameters)>;
 
   // `lock`: callers of these functions hold it; the callback runs without it.
-  Averaged(const Window& window, std::mutex& lock) : window_(window), lock_(lock) {}
+  Averaged(const Buckets& buckets, const Window& window, std::mutex& lock) : buckets_(buckets), window_(window), lock_(lock) {}
 
-  void set(Callback callback) { callback_ = std::move(callback); }
+  // Calls back when the gradients of these parameters are final and averaged: inside the backward, on the stream that wrote
+  // them.
+  void call(Callback callback) { callback_ = std::move(callback); }
 
   // The exchange has written the bucket's gradients, on the current stream.
   void bucket_finished(Bucket& bucket) const {
@@ -31,9 +34,30 @@ class Averaged {
     bucket.window.kept.let_go();
   }
 
-  void closed(const Closing& closing) const {
+  // All other gradients of the window are averaged. A parameter that no rank used is left out: it keeps the gradient it had,
+  // which may be this rank's alone.
+  void closed() const {
     if (!callback_) return;
-    if (const auto averaged = closing.averaged_after_buckets(); !averaged.empty()) report(averaged);
+    const auto parameters = those(buckets_.parameters().size(), [this](size_t parameter) {
+      const bool is_reported_by_bucket = window_.expects_all() && !buckets_.is_sparse(parameter);
+      return !is_reported_by_bucket && window_.used(parameter) != Used::no;
+    });
+    if (!parameters.empty()) report(parameters);
+  }
+
+  // Parameters whose gradients the last window has averaged.
+  std::vector<size_t> by_last_window() const {
+    if (!window_.is(WindowState::finished)) return {};
+    return those(buckets_.parameters().size(),
+                 [this](size_t parameter) { return window_.arrival(parameter) != Arrival::none; });
+  }
+  // Parameters of which a gradient that stayed on this rank is still there. Empty in a window that has begun to reduce. The host
+  // waits for the device, if there are local gradients.
+  std::vector<size_t> never() const {
+    if (!window_.is(WindowState::accumulating) && !window_.is(WindowState::armed)) return {};
+    return those(buckets_.parameters().size(), [this](size_t parameter) {
+      return window_.arrival(parameter) == Arrival::local && holds_anything(buckets_.gradient(parameter));
+    });
   }
 
  private:
@@ -43,6 +67,7 @@ class Averaged {
     call(parameters);
   }
 
+  const Buckets& buckets_;
   const Window& window_;
   std::mutex& lock_;
   Callback callback_;

@@ -12,7 +12,7 @@
 namespace fastddp {
 
 Closing::Closing(Buckets& buckets, Window& window, c10d::ProcessGroup& group, const SharedSums& shared_sums)
-    : buckets_(buckets), window_(window), group_(group), shared_sums_(shared_sums) {}
+    : buckets_(buckets), window_(window), group_(group), shared_sums_(shared_sums), failure_(group.getRank()) {}
 
 void Closing::reset() {
   done_ = Done::nothing;
@@ -22,19 +22,6 @@ void Closing::reset() {
 }
 
 // ------------------------------------------------------------------------------------------------------------- status
-
-// Note [Whose usage counts]
-c10d::ProcessGroup* Closing::status_group(const Exchange& exchange) const {
-  auto* const group = exchange.group();
-  const bool decides_over_buckets = window_.is_learning() && window_.learns_once();
-  return group != nullptr && decides_over_buckets ? &group_ : group;
-}
-
-// A captured step has no status: its graph is replayed without the host, which could not read one.
-bool Closing::exchanges_status(const Exchange& exchange) const {
-  const auto* const group = status_group(exchange);
-  return group != nullptr && group->getSize() > 1 && !is_capturing(buckets_.device());
-}
 
 static_assert(Exchange::kStatusRoom == WindowStatus::kNumbers);
 
@@ -60,14 +47,6 @@ WindowStatus::Said Closing::said(const Exchange& exchange) const {
   return said;
 }
 
-void Closing::write_status(const Exchange& exchange, const at::Tensor& room) {
-  if (status_rides(exchange)) {
-    status_.write(*exchange.group(), room, said(exchange));
-  } else {
-    room.zero_();
-  }
-}
-
 void Closing::send_status(const Exchange& exchange) {
   if (!exchanges_status(exchange) || status_.is_sent()) return;
   // Orders no gradients.
@@ -84,7 +63,7 @@ void Closing::host_waits_for_status(Exchange& exchange) {
   status_.wait();
 }
 
-std::optional<std::string> Closing::receive_status(Exchange& exchange) {
+bool Closing::receive_status(Exchange& exchange) {
   const bool has_used = window_.ends_with_backward();
   const bool host_needs_it = has_used || !buckets_.sparse().empty() || !has_streams(buckets_.device());
   if (!exchanges_status(exchange)) {
@@ -98,11 +77,11 @@ std::optional<std::string> Closing::receive_status(Exchange& exchange) {
     host_waits_for_status(exchange);
     status_is_read_ = true;
     done_ = Done::status;  // even if a rank failed: to wait again may take one more collective
-    if (status_.failed()) return status_.failed();
+    if (const auto failed = status_.failed()) return failure_.happened_elsewhere(*failed, window_.ended()), false;
     if (has_used) window_.learn(status_.used());
   }
   done_ = Done::status;
-  return std::nullopt;
+  return true;
 }
 
 std::vector<Used> Closing::used_here() const {
@@ -202,16 +181,6 @@ void Closing::resolve_placeholders(Exchange& exchange) {
       bucket.resolve_placeholder(member, is_used);
     }
   }
-}
-
-// A parameter that no rank used is left out: it keeps the gradient it had, which may be this rank's alone.
-std::vector<size_t> Closing::averaged_after_buckets() const {
-  std::vector<size_t> averaged;
-  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
-    const bool is_reported_by_bucket = window_.expects_all() && !buckets_.is_sparse(parameter);
-    if (!is_reported_by_bucket && window_.used(parameter) != Used::no) averaged.push_back(parameter);
-  }
-  return averaged;
 }
 
 // ------------------------------------------------------------------------------------------------------ without gradients

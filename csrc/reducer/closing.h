@@ -10,6 +10,7 @@
 #include "bucket/buckets.h"
 #include "device/cuda_driver.h"
 #include "pipeline/exchange.h"
+#include "reducer/failure.h"
 #include "reducer/local_gradients.h"
 #include "reducer/shared_sums.h"
 #include "window/status.h"
@@ -56,13 +57,22 @@ class Closing {
     float scale = 0;                        // as WindowStatus::Said::scale
   };
   void say(const Saying& saying) { saying_ = saying; }
-  void write_status(const Exchange& exchange, const at::Tensor& room);
+  void write_status(const Exchange& exchange, const at::Tensor& room) {
+    status_rides(exchange) ? status_.write(*exchange.group(), room, said(exchange)) : void(room.zero_());
+  }
   // Unless it rides.
   void send_status(const Exchange& exchange);
-  // Returns what has failed on another rank. If nothing has, learns which parameters are used. On a device with streams the host
+  // Whether the window is well on all other ranks. If it is, learns which parameters are used. On a device with streams the host
   // waits only if it needs the status to go on; otherwise the status arrives later.
-  std::optional<std::string> receive_status(Exchange& exchange);
-  std::optional<WindowStatus::Failure> take_late_failure() { return status_.take_late_failure(); }
+  bool receive_status(Exchange& exchange);
+  // Whether an earlier window has failed on another rank, as its status says that has arrived by now.
+  bool has_failed_late() {
+    const auto late = status_.take_late_failure();
+    if (late) failure_.found_later(late->what, late->window);
+    return late.has_value();
+  }
+  // What both have found, or has happened here.
+  Failure& failure() { return failure_; }
   std::optional<size_t> take_late_not_finite() { return status_.take_late_not_finite(); }
   // Whether a rank has said in its status that its gradients are not finite. None: the host does not know it yet, or no status
   // was exchanged.
@@ -71,16 +81,23 @@ class Closing {
   }
   void exchange_sparse_gradients(const Exchange& exchange);
   void exchange_late_gradients(Exchange& exchange);
-  // The parameters whose gradients are averaged, except those that count as averaged when their bucket finishes.
-  std::vector<size_t> averaged_after_buckets() const;
 
   // Takes part in what is left of a window, without gradients of this rank. If the window failed here it sends NaN, so that no
   // rank takes the result for a gradient. If not, only others have the window. Returns whether it is well on the other ranks.
   bool abandon(Exchange& exchange);
 
  private:
-  c10d::ProcessGroup* status_group(const Exchange& exchange) const;
-  bool exchanges_status(const Exchange& exchange) const;
+  // Note [Whose usage counts]
+  c10d::ProcessGroup* status_group(const Exchange& exchange) const {
+    auto* const group = exchange.group();
+    const bool decides_over_buckets = window_.is_learning() && window_.learns_once();
+    return group != nullptr && decides_over_buckets ? &group_ : group;
+  }
+  // A captured step has no status: its graph is replayed without the host, which could not read one.
+  bool exchanges_status(const Exchange& exchange) const {
+    const auto* const group = status_group(exchange);
+    return group != nullptr && group->getSize() > 1 && !is_capturing(buckets_.device());
+  }
   WindowStatus::Said said(const Exchange& exchange) const;
   void host_waits_for_status(Exchange& exchange);
   void take_status_that_rode(Exchange& exchange) {
@@ -104,6 +121,7 @@ class Closing {
   Window& window_;
   c10d::ProcessGroup& group_;
   const SharedSums& shared_sums_;
+  Failure failure_;
   size_t model_ = 0;
 
   // The last step that this window has done.

@@ -31,6 +31,10 @@ class LocalGradients {
   void watch(bool watching);
   bool are_watched() const { return buckets_.measure_locally(); }
 
+  // As Reducer::note_loss_scale().
+  void note_loss_scale(float scale) { loss_scale_ = scale; }
+  float loss_scale() const { return loss_scale_; }
+
   // Begins a window.
   void reset() {
     on_host_.clear();
@@ -78,6 +82,7 @@ class LocalGradients {
 
   Buckets& buckets_;
   const Window& window_;
+  float loss_scale_ = 1.0;
   std::vector<std::pair<size_t, Measured>> on_host_;  // first: the parameter
   std::vector<std::pair<size_t, at::Tensor>> on_device_;
   std::optional<Noticed> noticed_;

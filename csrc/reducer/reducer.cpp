@@ -2,7 +2,6 @@
 
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -17,13 +16,14 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
     : process_group_(std::move(process_group)),
       buckets_(std::move(parameters), names, std::move(sparse), form),
       window_(buckets_.parameters().size(), expect),
-      averaged_(window_, mutex_),
+      averaged_(buckets_, window_, mutex_),
       observer_(buckets_.parameters(), names, *process_group_),
       ticks_(buckets_, observer_, std::make_shared<Pipeline>(make_cast(std::nullopt), make_all_reduce(Lanes({process_group_}))),
              [this](Bucket& bucket) { averaged_.bucket_finished(bucket); }),
-      reduction_(*this, buckets_, window_, ticks_, observer_, conductor_, shared_sums_, mutex_),
+      steps_(buckets_, window_, ticks_),
+      reduction_(*this, buckets_, window_, ticks_, observer_, mutex_),
       local_(buckets_, window_),
-      closing_(buckets_, window_, *process_group_, shared_sums_),
+      closing_(buckets_, window_, *process_group_, reduction_.shared_sums()),
       hooks_(
           buckets_.parameters(), [this](size_t parameter, bool is_defined) { before_gradient(parameter, is_defined); },
           [this](size_t parameter, const at::Tensor& incoming, bool exclusive) {
@@ -36,36 +36,25 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
 Reducer::~Reducer() {
   hooks_.remove();
   interruption_->keep_for_good(process_group_, ticks_.shared_exchange());
-  const bool has_begun = window_.is(WindowState::reducing) || window_.is(WindowState::partial);
-  if (!has_begun && !window_.is(WindowState::failed)) return;
+  if (!window_.has_begun() && !window_.is(WindowState::failed)) return;
   const std::lock_guard lock(mutex_);
   const c10::AutoGradMode no_grad(false);
   has_streams(buckets_.device()) ? ticks_.leave_behind() : ticks_.exchange().undo({});
 }
 
-void Reducer::begin_window() {
-  buckets_.reset();
-  ticks_.reset();
-  local_.reset();
-  closing_.reset();
-  reduction_.forget_gradients();
-  observer_.window_begins();
-}
-
 // -------------------------------------------------------------------------------------------------- between two windows
 
 void Reducer::check_between_windows(const char* what) const {
-  const bool has_begun =
-      window_.is(WindowState::reducing) || window_.is(WindowState::partial) || window_.is(WindowState::failed);
-  TORCH_CHECK(!has_begun, "fastddp: ", what, " between two windows only, not while one is ", to_string(window_.state()),
+  const bool is_between = !window_.has_begun() && !window_.is(WindowState::failed);
+  TORCH_CHECK(is_between, "fastddp: ", what, " between two windows only, not while one is ", to_string(window_.state()),
               see("FD014"));
-  TORCH_CHECK(!conductor_.is_busy(), "fastddp: ", what, " when no communication hook runs", see("FD014"));
+  TORCH_CHECK(!reduction_.is_conducted(), "fastddp: ", what, " when no communication hook runs", see("FD014"));
 }
 
 void Reducer::set_plan(const Plan& plan) {
   const std::lock_guard lock(mutex_);
   check_between_windows("buckets can be replaced");
-  look_for_skipped_step();
+  steps_.look_for_skipped();
   observer_.buckets_change();
   const auto is_never_used = [&](size_t parameter) { return window_.knows_first() && !window_.ever_used(parameter); };
   const auto movable = buckets_.replace(plan, is_never_used);
@@ -129,7 +118,7 @@ void Reducer::begin_forward(bool grad_enabled) {
   }
   if (!grad_enabled) return;
   TORCH_CHECK(!window_.is(WindowState::partial), "fastddp: a forward began while gradients of the last window are missing");
-  if (!steps_are_seen_ && !window_.is(WindowState::reducing) && !adds_up()) ticks_.exchange().keep();
+  steps_.forward_begins();
   apply(WindowEvent::forward);
   observer_.forward_begins(window_.ended());
 }
@@ -141,7 +130,7 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
   backwards_.watch(outputs, [reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->on_backward_begin();
   });
-  if (!backwards_.are_seen_early()) reduction_.remember_gradients();
+  if (!backwards_.are_seen_early()) reduction_.layers().remember();
 }
 
 // --------------------------------------------------------------------------------------------- from a gradient to its bucket
@@ -163,7 +152,7 @@ void Reducer::on_backward_begin() {
 // Notes the outermost backward, not those that reentrant checkpoints run inside it.
 void Reducer::note_backward() {
   if (backwards_.last().runs()) return;
-  if (window_.is(WindowState::reducing) || window_.is(WindowState::partial)) notice_failure();
+  if (window_.has_begun()) notice_failure();
   backwards_.note([reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->on_backward_end();
   });
@@ -174,19 +163,15 @@ void Reducer::note_backward() {
 // A window begins before autograd writes its first gradient: placeholders hold what gradients were until then. If the
 // window began after that gradient, a placeholder would take it for an older one, and it would be averaged twice.
 void Reducer::before_gradient(size_t parameter, bool is_defined) {
-  if (shared_sums_.are_there()) {
-    const bool by_layer = !is_defined || (buckets_.form().in_main_grad && ask_layer_(parameter));
+  reduction_.begin_sum(parameter, is_defined);
+  if (steps_.may_be_skipped()) {  // mostly without the lock
     const std::lock_guard lock(mutex_);
-    shared_sums_.zero(buckets_, parameter, by_layer);
-  }
-  if (is_unstepped_ && looked_in_.exchange(Backwards::number()) != Backwards::number()) {  // mostly without the lock
-    const std::lock_guard lock(mutex_);
-    look_for_skipped_step();
+    steps_.look_for_skipped();
   }
   if (window_.may_begin()) begin_with_gradient();
   if (!window_.expects_all()) {
     const std::lock_guard lock(mutex_);
-    if (window_.is(WindowState::reducing)) reduction_.look_at(parameter);
+    if (window_.is(WindowState::reducing)) reduction_.layers().look_at(parameter);
   }
   if (!is_defined || !buckets_.are_sharded()) return;
   const std::lock_guard lock(mutex_);
@@ -208,9 +193,7 @@ void Reducer::begin_with_gradient() {
 }
 
 void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {
-  // To ask for each gradient takes Python too long where no layer is expected to answer.
-  const bool asks = buckets_.form().in_main_grad || !incoming.defined() || asks_each_layer_;
-  const bool by_layer = asks && ask_layer_(parameter);
+  const bool by_layer = reduction_.layers().have_added(parameter, incoming.defined());
   const std::lock_guard lock(mutex_);
   const Interruption::Scope interruptible(*interruption_, buckets_.device());
   const Range range("gradient", buckets_.name(parameter), buckets_.place(parameter).bucket);
@@ -227,7 +210,7 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   if (window_.is(WindowState::reducing) && !backwards_.last().runs()) notice_failure();
   if (window_.is(WindowState::failed)) return;
   if (!window_.is(WindowState::reducing)) return on_local_gradient(parameter, exclusive);
-  if (by_layer) reduction_.note_written(parameter);
+  if (by_layer) reduction_.layers().note_written(parameter);
   reduction_.on_gradient(parameter, incoming, exclusive);
 }
 
@@ -251,12 +234,12 @@ void Reducer::on_local_gradient(size_t parameter, bool exclusive) {
 void Reducer::begin_reduction(bool at_outputs) {
   note_backward();
   if (window_.is(WindowState::failed)) return;
-  look_for_skipped_step();
+  steps_.look_for_skipped();
   if (window_.is(WindowState::finished)) observer_.another_window_begins();
   apply(WindowEvent::reduce);
   observer_.reduction_begins(buckets_.size());
   if (closing_.status_rides(ticks_.exchange())) ticks_.wait_before(ticks_.exchange().status_tick());
-  if (at_outputs) reduction_.remember_gradients();
+  if (at_outputs) reduction_.layers().remember();
   reduction_.begin();
 }
 
@@ -269,7 +252,7 @@ void Reducer::on_backward_end() {
   const Interruption::Scope interruptible(*interruption_, buckets_.device());
   if (!window_.is(WindowState::reducing)) return;
   reduction_.take_unseen();
-  const Conductor::Turn turn(conductor_, mutex_);
+  const auto turn = reduction_.conduct();
   if (window_.ends_with_backward()) {
     reduction_.complete_all_buckets();
   } else if (!reduction_.missing().empty()) {
@@ -287,7 +270,7 @@ void Reducer::finish_window() {
   closing_.say({.window = window_.ended(),
                 .lost_a_backward = backwards_.lost_one(),
                 .local = local_.are_watched() ? &local_ : nullptr,
-                .scale = loss_scale_});
+                .scale = local_.loss_scale()});
   const Observer::Waits waits(observer_, ticks_.next());
   ticks_.tick_to_the_end();
   auto& exchange = ticks_.exchange();
@@ -298,94 +281,21 @@ void Reducer::finish_window() {
   // From here on we work on the caller's streams, which now wait for all gradients.
   ticks_.join_current_streams();
   observer_.closing_begins();
-  if (const auto failed = closing_.receive_status(exchange)) {
-    failure_.happened_elsewhere(*failed, window_.ended() + 1, process_group_->getRank());
+  if (!closing_.receive_status(exchange)) {
     fail();
-    TORCH_CHECK(false, failure_.text(), see("FD010"));
+    TORCH_CHECK(false, closing_.failure().text(), see("FD010"));
   }
   closing_.exchange_sparse_gradients(exchange);
   closing_.exchange_late_gradients(exchange);
   observer_.closing_ends();
-  averaged_.closed(closing_);
+  averaged_.closed();
   local_.judge(window_.ended(), process_group_->getSize(), closing_, ticks_);
   exchange.let_wires_go();
   apply(WindowEvent::finish);
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) buckets_.mark(parameter);
-  is_unstepped_ = !stepped_in_window_;
-  asks_each_layer_ = false;
-  if (exchange.group() != nullptr) {
-    shared_sums_.note(weighting_, exchange.group()->getRank(), window_, buckets_.parameters().size());
-  }
-  if (std::exchange(stepped_in_window_, false)) exchange.keep();
+  reduction_.window_finished(weighting_);
+  steps_.window_finished();
   observer_.window_finished();
-}
-
-// ------------------------------------------------------------------------------------------------------------ note [Steps]
-
-// Whether gradients of the last window are still in `.grad`, so that the next one adds to them. Main gradients say nothing
-// about it: they always stay.
-bool Reducer::adds_up() const {
-  const auto is_there = [](const at::Tensor& parameter) { return parameter.grad().defined(); };
-  return std::ranges::any_of(buckets_.parameters(), is_there);
-}
-
-void Reducer::note_optimizer(bool begins) {
-  const std::lock_guard lock(mutex_);
-  observer_.optimizer_steps(begins);
-  if (begins) return;
-  steps_are_seen_ = true;
-  is_unstepped_ = false;
-  stepped_in_window_ = window_.is(WindowState::reducing) || window_.is(WindowState::partial);
-  if (!stepped_in_window_ && !window_.is(WindowState::failed)) ticks_.exchange().keep();
-}
-
-void Reducer::discard_step(at::Tensor only_if) {
-  const std::lock_guard lock(mutex_);
-  notice_failure();
-  if (window_.is(WindowState::failed)) return;  // repair() undoes it
-  TORCH_CHECK(!window_.is(WindowState::reducing) && !window_.is(WindowState::partial) && !conductor_.is_busy(),
-              "fastddp: a step can be discarded after its backward only, not while its gradients travel", see("FD014"));
-  if (only_if.defined() && only_if.is_cpu()) {
-    if (only_if.item<double>() == 0.0) return;
-    only_if.reset();
-  }
-  is_unstepped_ = false;
-  const c10::AutoGradMode no_grad(false);
-  ticks_.exchange().undo(only_if);
-}
-
-// Before a backward's first gradient, and before buckets lose their marks. Gradients that are still there are added to, and the
-// same question comes again.
-void Reducer::look_for_skipped_step() {
-  const bool is_between = !window_.is(WindowState::reducing) && !window_.is(WindowState::partial);
-  if (!is_unstepped_ || !steps_are_seen_ || !is_between || is_capturing(buckets_.device())) return;
-  const c10::AutoGradMode no_grad(false);
-  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
-    if (buckets_.still_holds(parameter)) return;
-  }
-  is_unstepped_ = false;
-  if (!window_.is(WindowState::failed)) ticks_.exchange().undo({});
-}
-
-std::vector<size_t> Reducer::never_averaged() const {
-  const std::lock_guard lock(mutex_);
-  std::vector<size_t> found;
-  if (!window_.is(WindowState::accumulating) && !window_.is(WindowState::armed)) return found;
-  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
-    const bool is_local = window_.arrival(parameter) == Arrival::local;
-    if (is_local && holds_anything(buckets_.gradient(parameter))) found.push_back(parameter);
-  }
-  return found;
-}
-
-std::vector<size_t> Reducer::averaged() const {
-  const std::lock_guard lock(mutex_);
-  std::vector<size_t> found;
-  if (!window_.is(WindowState::finished)) return found;
-  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
-    if (window_.arrival(parameter) != Arrival::none) found.push_back(parameter);
-  }
-  return found;
 }
 
 void Reducer::send_parameters(Gather& gather, size_t bucket, const at::Tensor& memory) {
@@ -405,13 +315,6 @@ void Reducer::await_parameters(Gather& gather, size_t bucket) {
     observer_.parameters_failed();
     throw;
   }
-}
-
-Locked<LocalGradients> Reducer::local_gradients() {
-  std::unique_lock lock(mutex_);
-  notice_failure();
-  local_.notice_late(closing_);
-  return {std::move(lock), local_};
 }
 
 }  // namespace fastddp

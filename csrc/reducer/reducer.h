@@ -1,8 +1,6 @@
 // Conducts the exchange of one model's gradients. docs/design.md, section 1, follows a gradient on its way.
 #pragma once
 
-#include <atomic>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -15,11 +13,11 @@
 #include "pipeline/user_code.h"
 #include "reducer/averaged.h"
 #include "reducer/closing.h"
-#include "reducer/failure.h"
+#include "reducer/layers.h"
 #include "reducer/local_gradients.h"
 #include "reducer/observer.h"
 #include "reducer/reduction.h"
-#include "reducer/shared_sums.h"
+#include "reducer/steps.h"
 #include "reducer/ticks.h"
 #include "transport/gather.h"
 #include "waits/interruption.h"
@@ -46,33 +44,38 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // backward that reaches none of them begins before its first gradient, which may be inside a reentrant checkpoint.
   void arm(const std::vector<at::Tensor>& outputs = {});
 
-  // The parameters without a gradient in a partial window; give_up() makes that window fail.
-  std::vector<size_t> missing() const {
-    const std::lock_guard lock(mutex_);
-    return reduction_.missing();
-  }
+  // Makes a partial window fail.
   void give_up() {
     const std::lock_guard lock(mutex_);
     if (window_.is(WindowState::partial)) fail_here("left parameters without a gradient");
   }
 
   // Repairs a window that failed, as the next forward would, unless a backward runs this.
-  void repair_if_failed();
+  void repair_if_failed() {
+    const std::lock_guard lock(mutex_);
+    if (Backwards::is_inside_one()) return;
+    notice_failure();
+    if (window_.is(WindowState::failed)) repair();
+  }
 
   // Takes part in the collectives of a window of other ranks, in which this rank has nothing to add (torch's Join).
   void shadow_window();
 
-  // Note [Steps]
-  // What codecs remember becomes valid when an optimizer steps (note [What is remembered for good], codec.h). So a step lasts
-  // from one step of the optimizer to the next, with any number of windows. If no optimizer of the model has ever been seen to
-  // step, a forward begins one, unless gradients are still in `.grad`: then the next backward adds to them. A window that fails
-  // makes its step void. So does a backward that finds the last window's gradients removed, although no optimizer has stepped
-  // with them: the loop has skipped the step.
-
-  // An optimizer of the model begins or ends its step.
-  void note_optimizer(bool begins);
+  // An optimizer of the model begins or ends its step: note [Steps], steps.h.
+  void note_optimizer(bool begins) {
+    const std::lock_guard lock(mutex_);
+    observer_.optimizer_steps(begins);
+    if (!begins) steps_.optimizer_stepped();
+  }
   // No optimizer steps with the gradients of this step. `only_if`: one element, on any device; if it is 0, one does step.
-  void discard_step(at::Tensor only_if);
+  void discard_step(at::Tensor only_if) {
+    const std::lock_guard lock(mutex_);
+    notice_failure();
+    if (window_.is(WindowState::failed)) return;  // repair() undoes it
+    TORCH_CHECK(!window_.has_begun() && !reduction_.is_conducted(),
+                "fastddp: a step can be discarded after its backward only, not while its gradients travel", see("FD014"));
+    steps_.discard(std::move(only_if));
+  }
 
   // Sends this rank's parameters of a bucket, and waits for those of the others (gather.h). Without the lock: whoever reads a
   // parameter may come here.
@@ -86,28 +89,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     ticks_.exchange().set_weighting(weighting);
   }
 
-  // Parameters of which a gradient that stayed on this rank is still there. Empty in a window that has begun to reduce. The host
-  // waits for the device, if there are local gradients.
-  std::vector<size_t> never_averaged() const;
-  // Parameters whose gradients the last window has averaged.
-  std::vector<size_t> averaged() const;
-
-  // Calls back when the gradients of these parameters are final and averaged: inside the backward, on the stream that wrote
-  // them.
-  void on_averaged(Averaged::Callback callback) {
-    const std::lock_guard lock(mutex_);
-    averaged_.set(std::move(callback));
-  }
-
-  // Note [Layers that write gradients], reduction.h. Called without the lock, after autograd has accumulated a gradient: returns
-  // whether the layer has added to the main gradient, and then drops what autograd was given instead.
-  using AskLayer = std::function<bool(size_t parameter)>;
-  void ask_layers(AskLayer ask) { ask_layer_ = std::move(ask); }
+  // Note [Layers that write gradients], layers.h.
+  void ask_layers(Layers::Ask ask) { reduction_.layers().ask_by(std::move(ask)); }
 
   // A GradScaler has scaled losses by this, whose backward comes next; 0: not known.
   void note_loss_scale(float scale) {
     const std::lock_guard lock(mutex_);
-    loss_scale_ = scale;
+    local_.note_loss_scale(scale);
   }
 
   // Ends this rank's waits for others, and all further use; it may outlive this object.
@@ -119,8 +107,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Locked<const Window> window() const { return {std::unique_lock(mutex_), window_}; }
 
   Locked<const Buckets> buckets() const { return {std::unique_lock(mutex_), buckets_}; }
+  // Which gradients are averaged, and who is told.
+  Locked<Averaged> averaged() { return {std::unique_lock(mutex_), averaged_}; }
+  Locked<Reduction> reduction() { return {std::unique_lock(mutex_), reduction_}; }
   // What this rank's gradients were, up to now.
-  Locked<LocalGradients> local_gradients();
+  Locked<LocalGradients> local_gradients() {
+    std::unique_lock lock(mutex_);
+    notice_failure();
+    local_.notice_late(closing_);
+    return {std::move(lock), local_};
+  }
 
   // Which gradients coming windows expect; between two windows.
   void set_expect(Expect expect) {
@@ -157,12 +153,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool reacts() const { return window_.is_open(); }
   const c10d::ProcessGroup& process_group() const { return *process_group_; }
 
-  // The model's backward has collectives of its own over the same ranks: note [Order among collectives].
-  void share_order() {
-    const std::lock_guard lock(mutex_);
-    reduction_.share_order();
-  }
-
   // The number of this model in its process group, the same on all ranks; 0: ranks do not agree on a number.
   void set_model_number(size_t number) {
     const std::lock_guard lock(mutex_);
@@ -173,12 +163,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // ends that. The exchange has to be sharded too.
   void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
                       const std::vector<at::Tensor>& notices);
-
-  // `zero_grad` of the wrapper has removed gradients, or set them to zero.
-  void forget_sums() {
-    const std::lock_guard lock(mutex_);
-    shared_sums_.forget();
-  }
 
   void set_exchange(std::shared_ptr<Exchange> exchange);
 
@@ -194,7 +178,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::string failure() {
     const std::lock_guard lock(mutex_);
     notice_failure();
-    return window_.is(WindowState::failed) ? failure_.tell() : "";
+    return window_.is(WindowState::failed) ? closing_.failure().tell() : "";
   }
 
   // Parameters whose gradients no longer reach this object, because autograd has dropped the hooks.
@@ -215,7 +199,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     exchange.called_under(mutex_);
     exchange.status_is_written_by([&, this](const at::Tensor& room) { closing_.write_status(exchange, room); });
   }
-  void begin_window();
+  void begin_window() {
+    buckets_.reset();
+    ticks_.reset();
+    local_.reset();
+    closing_.reset();
+    reduction_.layers().reset();
+    observer_.window_begins();
+  }
   void place_gradients() {
     const c10::AutoGradMode no_grad(false);
     buckets_.move_in(std::exchange(movable_, {}));
@@ -227,8 +218,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void note_backward();
   void before_gradient(size_t parameter, bool is_defined);
   void begin_with_gradient();
-  bool adds_up() const;
-  void look_for_skipped_step();
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
   void on_local_gradient(size_t parameter, bool exclusive);
   void begin_reduction(bool at_outputs = false);
@@ -240,7 +229,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Windows that fail.
   void notice_failure();
   void fail_here(const std::string& what) {
-    failure_.happened_here(what, window_.ended() + 1, process_group_->getRank());
+    closing_.failure().happened_here(what, window_.ended());
     fail();
   }
   void fail() {
@@ -253,30 +242,21 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   const std::shared_ptr<Interruption> interruption_ = std::make_shared<Interruption>();
   mutable std::mutex mutex_;
-  Conductor conductor_;
   const c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   Buckets buckets_;
   Window window_;
   Averaged averaged_;
   Backwards backwards_;
-  bool steps_are_seen_ = false;                     // an optimizer of this model has been seen to step
-  bool stepped_in_window_ = false;                  // an optimizer has stepped inside this backward
-  std::atomic<bool> is_unstepped_{false};           // no optimizer has stepped since the last window
-  std::atomic<int> looked_in_{-1};                  // the last backward in which a skipped step was looked for
   std::shared_ptr<const RegisteredMemory> memory_;  // null: ordinary memory
   std::vector<size_t> movable_;                     // parameters whose gradients move into the next exchange's wires
   Weighting weighting_;
-  float loss_scale_ = 1.0;
   Observer observer_;
   Ticks ticks_;
-  SharedSums shared_sums_;
+  Steps steps_;
   Reduction reduction_;
   LocalGradients local_;
   Closing closing_;
-  Failure failure_;
-  AskLayer ask_layer_ = [](size_t) { return false; };
-  std::atomic<bool> asks_each_layer_{true};  // no window has ended yet
-  GradHooks hooks_;                          // last: they call the members above
+  GradHooks hooks_;  // last: they call the members above
 };
 
 }  // namespace fastddp

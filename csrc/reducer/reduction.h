@@ -6,16 +6,20 @@
 
 #include "bucket/buckets.h"
 #include "pipeline/user_code.h"
+#include "reducer/layers.h"
 #include "reducer/observer.h"
 #include "reducer/other_reducers.h"
 #include "reducer/shared_sums.h"
 #include "reducer/ticks.h"
+#include "transport/weighting.h"
 #include "window/window.h"
 
 namespace fastddp {
 
 // Whether this window has brought a gradient that is still there: zero_grad may have removed it.
-bool came(const Window& window, const Buckets& buckets, size_t parameter);
+inline bool came(const Window& window, const Buckets& buckets, size_t parameter) {
+  return window.arrival(parameter) != Arrival::none && buckets.gradient(parameter).defined();
+}
 
 // Note [Gradients left in place]
 // A packed gradient may move into its wire, where it is only this rank's share of the mean, and may be averaged before backward
@@ -23,31 +27,27 @@ bool came(const Window& window, const Buckets& buckets, size_t parameter);
 // reducer reads the gradients too (note [Shared parameters], other_reducers.h). The other is for a choice of parameters
 // (`backward(inputs=…)`): it may leave the window incomplete, and then the caller finds gradients as autograd made them.
 //
-// All functions are called with the reducer's lock held.
+// All functions are called with the reducer's lock held, except begin_sum().
 class Reduction {
  public:
-  Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer, Conductor& conductor,
-            const SharedSums& shared_sums, std::mutex& lock);
+  Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer, std::mutex& lock);
+
+  Layers& layers() { return layers_; }
+  SharedSums& shared_sums() { return shared_sums_; }
+  // This thread conducts for as long as the result lives.
+  [[nodiscard]] Conductor::Turn conduct() { return {conductor_, lock_}; }
+  bool is_conducted() const { return conductor_.is_busy(); }
+
+  // Before something is added to a gradient that is a sum over ranks: note [What a sum holds already], shared_sums.h.
+  void begin_sum(size_t parameter, bool is_defined) {
+    if (!shared_sums_.are_there()) return;
+    const bool by_layer = layers_.may_have_added(parameter, is_defined);
+    const std::lock_guard lock(lock_);
+    shared_sums_.zero(parameter, by_layer);
+  }
 
   // The window reduces from now on.
   void begin();
-
-  // Note [Layers that write gradients]
-  // A layer may add to a gradient itself, and give autograd nothing. Where not all gradients are expected, such a gradient is
-  // told from one that has not come by its tensor and version: they are not what they were before backward.
-  void remember_gradients();
-  void forget_gradients() {
-    remembered_.clear();
-    written_.assign(written_.size(), false);
-  }
-  // Before autograd adds to a gradient: a layer may have written it by now.
-  void look_at(size_t parameter) {
-    const auto& gradient = buckets_.gradient(parameter);
-    if (remembered_.empty() || !gradient.defined()) return;
-    written_[parameter] = written_[parameter] || !remembered_[parameter].is_untouched(gradient);
-  }
-  // A layer says that it has written the gradient.
-  void note_written(size_t parameter) { written_[parameter] = true; }
   // Backward has ended: takes what layers have written to gradients that autograd knows nothing of.
   void take_unseen();
 
@@ -55,12 +55,23 @@ class Reduction {
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
 
   // The parameters that the window waits for and that have no gradient, not even a local one.
-  std::vector<size_t> missing() const;
+  std::vector<size_t> missing() const {
+    return those(buckets_.parameters().size(), [this](size_t parameter) {
+      const bool is_local = window_.arrival(parameter) == Arrival::local && came(window_, buckets_, parameter);
+      return window_.lacks(parameter) && !is_local;
+    });
+  }
 
   // Backward has ended, and nothing is missing: gradients that came under no_sync are averaged as they are.
   void synchronise_local_gradients();
   // Backward has ended, and its window with it: gradients that have come are sent, with placeholders for the others.
   void complete_all_buckets();
+
+  // The window has ended well.
+  void window_finished(const Weighting& weighting) {
+    layers_.window_finished();
+    if (auto* const group = ticks_.exchange().group()) shared_sums_.note(weighting, group->getRank());
+  }
 
   // The model's backward has collectives of its own over the same ranks: note [Order among collectives].
   void share_order() { shares_order_ = true; }
@@ -71,21 +82,24 @@ class Reduction {
     return [this](size_t parameter) { return !shared_sums_.counts_elsewhere(parameter); };
   }
   void forget_removed();
-  void check_expected(size_t parameter, Window::Hook hook) const;
-  void complete(size_t parameter, bool exclusive);
-  void start_complete_buckets();
+  void complete(Bucket& bucket, size_t member, bool exclusive);
+  void start_complete_buckets() {
+    if (is_conducted()) return;
+    const auto turn = conduct();
+    const auto may_tick = [&] { return window_.is(WindowState::reducing) && !starts_at_end_ && !ticks_.next_waits(); };
+    while (may_tick() && window_.is_complete(ticks_.next())) ticks_.tick();
+  }
 
   const Reducer& reducer_;
   Buckets& buckets_;
   Window& window_;
   Ticks& ticks_;
   Observer& observer_;
-  Conductor& conductor_;
-  const SharedSums& shared_sums_;
   std::mutex& lock_;
+  Conductor conductor_;
+  SharedSums shared_sums_;
+  Layers layers_;
   const OtherReducers others_;
-  std::vector<GradientMark> remembered_;  // by parameter; empty: what gradients were is not known
-  std::vector<bool> written_;             // by parameter
   bool shares_order_ = false;
   bool starts_at_end_ = false;  // this window's buckets start when backward has ended
 };

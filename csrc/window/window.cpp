@@ -107,22 +107,6 @@ void Window::count_missing() {
   }
 }
 
-Window::Hook Window::count_hook(size_t parameter) {
-  auto& record = parameters_[parameter];
-  ++record.hooks;
-  if (!waits_for(parameter)) return Hook::unexpected;
-  if (record.hooks < record.expected) return Hook::more_to_come;
-  return record.hooks == record.expected ? Hook::last : Hook::too_many;
-}
-
-std::vector<size_t> Window::not_final() const {
-  std::vector<size_t> found;
-  for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
-    if (waits_for(parameter) && !is_final(parameter)) found.push_back(parameter);
-  }
-  return found;
-}
-
 void Window::learn_from_others(const std::vector<Used>& used) {
   for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
     auto& record = parameters_[parameter];
@@ -133,14 +117,6 @@ void Window::learn_from_others(const std::vector<Used>& used) {
   if (expect_ == Expect::as_first) knows_first_ = true;
 }
 
-std::vector<size_t> Window::ever_used() const {
-  std::vector<size_t> found;
-  for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
-    if (ever_used(parameter)) found.push_back(parameter);
-  }
-  return found;
-}
-
 // If the number of hooks changes from window to window, we wait for the greatest: a gradient that we took for final too
 // early may have moved into a wire.
 void Window::expect_as_last() {
@@ -149,16 +125,6 @@ void Window::expect_as_last() {
     parameter.expected = parameter.hooks > 0 ? parameter.learned : 0;
   }
   learning_ = false;
-}
-
-void Window::fix_first() {
-  if (!learning_) return;
-  for (auto& parameter : parameters_) {
-    parameter.expected = parameter.learned;
-    parameter.used = parameter.ever_used;
-  }
-  learning_ = false;
-  count_missing();
 }
 
 }  // namespace fastddp

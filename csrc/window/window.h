@@ -68,6 +68,16 @@ enum class Arrival : uint8_t {
   local_synchronised,  // local, and averaged as it was: the backward that synchronised brought nothing more
 };
 
+// The parameters that are as asked for, of the first so many.
+template <typename Are>
+std::vector<size_t> those(size_t parameters, const Are& are) {
+  std::vector<size_t> found;
+  for (size_t parameter = 0; parameter < parameters; ++parameter) {
+    if (are(parameter)) found.push_back(parameter);
+  }
+  return found;
+}
+
 class Window {
  public:
   Window(size_t parameters, Expect expect);
@@ -80,6 +90,8 @@ class Window {
     const auto state = state_.load();
     return state == WindowState::armed || state == WindowState::reducing || state == WindowState::partial;
   }
+  // Whether a backward has begun to reduce, and the window has neither ended nor failed.
+  bool has_begun() const { return is(WindowState::reducing) || is(WindowState::partial); }
   // Whether a backward that comes now may begin to reduce.
   bool may_begin() const;
 
@@ -117,9 +129,19 @@ class Window {
 
   // ---- What has come.
 
-  // What a hook of a gradient means that ran in a backward that synchronises.
-  enum class Hook { more_to_come, last, unexpected, too_many };
-  Hook count_hook(size_t parameter);
+  // What a hook means that ran in a backward that synchronises. A hook that brings no gradient is at most the last.
+  enum class Hook { nothing, last, unexpected, too_many };
+  Hook count_hook(size_t parameter, bool is_gradient) {
+    auto& record = parameters_[parameter];
+    ++record.hooks;
+    if (is_gradient) {
+      if (ended_ == 0 && record.arrival != Arrival::synchronised) arrival_order_.push_back(parameter);
+      record.arrival = Arrival::synchronised;
+    }
+    if (!waits_for(parameter)) return is_gradient ? Hook::unexpected : Hook::nothing;
+    if (record.hooks == record.expected) return Hook::last;
+    return is_gradient && record.hooks > record.expected ? Hook::too_many : Hook::nothing;
+  }
 
   Arrival arrival(size_t parameter) const { return parameters_[parameter].arrival; }
   void note_local(size_t parameter) {
@@ -128,20 +150,13 @@ class Window {
   }
   // The local gradient has been removed, or set to zero.
   void forget_local(size_t parameter) { parameters_[parameter].arrival = Arrival::none; }
-  void note_synchronised(size_t parameter) {
-    auto& arrival = parameters_[parameter].arrival;
-    if (ended_ == 0 && arrival != Arrival::synchronised) arrival_order_.push_back(parameter);
-    arrival = Arrival::synchronised;
-  }
   // A local gradient is averaged as it is.
   void synchronise_local(size_t parameter) { parameters_[parameter].arrival = Arrival::local_synchronised; }
 
-  bool is_final(size_t parameter) const {
-    const auto& record = parameters_[parameter];
-    return waits_for(parameter) && record.hooks >= record.expected;
+  // Whether the window waits for the parameter, and its gradient is not final.
+  bool lacks(size_t parameter) const {
+    return waits_for(parameter) && parameters_[parameter].hooks < parameters_[parameter].expected;
   }
-  // The parameters that the window waits for and whose gradients are not final.
-  std::vector<size_t> not_final() const;
 
   // The parameter's bucket no longer waits for its gradient. Returns whether the bucket now waits for none.
   bool count_down(size_t parameter) { return --missing_[parameters_[parameter].bucket] == 0; }
@@ -166,11 +181,21 @@ class Window {
   Used used(size_t parameter) const { return parameters_[parameter].used; }
   // as_first: in any window that was learned from; else in the last one.
   bool ever_used(size_t parameter) const { return parameters_[parameter].ever_used != Used::no; }
-  std::vector<size_t> ever_used() const;
+  std::vector<size_t> ever_used() const {
+    return those(parameters_.size(), [this](size_t parameter) { return ever_used(parameter); });
+  }
   // as_first: whether a window went well on all ranks.
   bool knows_first() const { return knows_first_; }
   // as_first: coming windows expect the gradients of the windows that were learned from.
-  void fix_first();
+  void fix_first() {
+    if (!learning_) return;
+    for (auto& parameter : parameters_) {
+      parameter.expected = parameter.learned;
+      parameter.used = parameter.ever_used;
+    }
+    learning_ = false;
+    count_missing();
+  }
 
  private:
   struct Parameter {
