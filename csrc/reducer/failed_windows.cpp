@@ -64,7 +64,6 @@ void Reducer::shadow_window() {
   ticks_.exchange().keep();
   ticks_.exchange().let_wires_go();
   begin_window();
-  observer_.window_passed();
 }
 
 }  // namespace fastddp

@@ -1,6 +1,7 @@
 #include "reducer/reducer.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <optional>
@@ -18,10 +19,10 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       buckets_(std::move(parameters), names, std::move(sparse), form),
       window_(buckets_.parameters().size(), expect),
       averaged_(window_, mutex_),
-      observer_(buckets_.parameters(), names, *process_group_),
-      ticks_(buckets_, observer_, std::make_shared<Pipeline>(make_cast(std::nullopt), make_all_reduce(Lanes({process_group_}))),
+      timeline_(buckets_.parameters(), names, *process_group_),
+      ticks_(buckets_, timeline_, std::make_shared<Pipeline>(make_cast(std::nullopt), make_all_reduce(Lanes({process_group_}))),
              [this](Bucket& bucket) { averaged_.bucket_finished(bucket); }),
-      reduction_(*this, buckets_, window_, ticks_, observer_, conductor_, shared_sums_, mutex_),
+      reduction_(*this, buckets_, window_, ticks_, timeline_, conductor_, shared_sums_, mutex_),
       local_(buckets_, window_),
       closing_(buckets_, window_, *process_group_, shared_sums_),
       hooks_(
@@ -49,7 +50,7 @@ void Reducer::begin_window() {
   local_.reset();
   closing_.reset();
   reduction_.forget_gradients();
-  observer_.window_begins();
+  timeline_.happened(What::window);
 }
 
 // -------------------------------------------------------------------------------------------------- between two windows
@@ -66,12 +67,11 @@ void Reducer::set_plan(const Plan& plan) {
   const std::lock_guard lock(mutex_);
   check_between_windows("buckets can be replaced");
   look_for_skipped_step();
-  observer_.buckets_change();
   const auto is_never_used = [&](size_t parameter) { return window_.knows_first() && !window_.ever_used(parameter); };
   const auto movable = buckets_.replace(plan, is_never_used);
   window_.set_buckets(plan);
   ticks_.exchange().prepare(buckets_.all(), buckets_.side_streams(), nullptr);
-  observer_.buckets_are(buckets_.all());
+  timeline_.plan(buckets_.all());
   movable_ = movable;
   if (memory_ == nullptr) place_gradients();
 }
@@ -85,7 +85,7 @@ void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
   std::optional<Slabs> slabs;
   if (memory != nullptr) slabs.emplace(*memory);
   exchange->prepare(buckets_.all(), buckets_.side_streams(), slabs ? &*slabs : nullptr);
-  observer_.buckets_are(buckets_.all());
+  timeline_.plan(buckets_.all());
   if (has_streams(buckets_.device())) {
     auto groups = exchange->groups();
     groups.push_back(process_group_);
@@ -125,13 +125,13 @@ void Reducer::begin_forward(bool grad_enabled) {
     notice_failure();
     backwards_.forget();
     if (window_.is(WindowState::failed)) repair();
-    observer_.module_runs();
+    timeline_.happened(What::forward);
   }
   if (!grad_enabled) return;
   TORCH_CHECK(!window_.is(WindowState::partial), "fastddp: a forward began while gradients of the last window are missing");
   if (!steps_are_seen_ && !window_.is(WindowState::reducing) && !adds_up()) ticks_.exchange().keep();
   apply(WindowEvent::forward);
-  observer_.forward_begins(window_.ended());
+  timeline_.happened(What::opens);
 }
 
 // A forward inside a backward (activation checkpointing) belongs to the window that is reducing, and changes nothing.
@@ -167,7 +167,7 @@ void Reducer::note_backward() {
   backwards_.note([reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->on_backward_end();
   });
-  observer_.backward_begins();
+  timeline_.happened(What::backward);
 }
 
 // Note [Before the first gradient]
@@ -242,9 +242,12 @@ void Reducer::on_local_gradient(size_t parameter, bool exclusive) {
   window_.note_local(parameter);
   if (buckets_.form().of_16_bits) buckets_.settle(parameter, exclusive);
   buckets_.mark(parameter);
-  if (!observer_.local_gradient() || !Backwards::is_inside_one()) return;
+  // Nobody reports when such a backward begins, so its first gradient counts.
+  if (timeline_.doing() == What::backward) return;
+  timeline_.happened(What::backward);
+  if (!Backwards::is_inside_one()) return;
   Backwards::when_this_one_ends([reducer = weak_from_this()] {
-    if (const auto alive = reducer.lock()) alive->observer()->local_backward_ends();
+    if (const auto alive = reducer.lock()) alive->timeline()->happened(What::after_backward);
   });
 }
 
@@ -252,9 +255,8 @@ void Reducer::begin_reduction(bool at_outputs) {
   note_backward();
   if (window_.is(WindowState::failed)) return;
   look_for_skipped_step();
-  if (window_.is(WindowState::finished)) observer_.another_window_begins();
   apply(WindowEvent::reduce);
-  observer_.reduction_begins(buckets_.size());
+  timeline_.happened(What::reduces);
   if (closing_.status_rides(ticks_.exchange())) ticks_.wait_before(ticks_.exchange().status_tick());
   if (at_outputs) reduction_.remember_gradients();
   reduction_.begin();
@@ -265,7 +267,7 @@ void Reducer::begin_reduction(bool at_outputs) {
 void Reducer::on_backward_end() {
   const std::lock_guard lock(mutex_);
   const c10::AutoGradMode no_grad(false);
-  const Observer::Backward ends(observer_);
+  const auto ends = c10::make_scope_exit([&] { timeline_.happened(What::after_backward); });
   const Interruption::Scope interruptible(*interruption_, buckets_.device());
   if (!window_.is(WindowState::reducing)) return;
   reduction_.take_unseen();
@@ -277,7 +279,7 @@ void Reducer::on_backward_end() {
   } else {
     reduction_.synchronise_local_gradients();
   }
-  observer_.gradients_computed();
+  timeline_.happened(What::computed);
   finish_window();
 }
 
@@ -288,7 +290,7 @@ void Reducer::finish_window() {
                 .lost_a_backward = backwards_.lost_one(),
                 .local = local_.are_watched() ? &local_ : nullptr,
                 .scale = loss_scale_});
-  const Observer::Waits waits(observer_, ticks_.next());
+  const Timeline::Wait waits(timeline_, What::tick, ticks_.next());
   ticks_.tick_to_the_end();
   auto& exchange = ticks_.exchange();
   const bool status_goes_first = exchange.starts_all_in_ticks();
@@ -297,7 +299,7 @@ void Reducer::finish_window() {
   if (!status_goes_first) closing_.send_status(exchange);
   // From here on we work on the caller's streams, which now wait for all gradients.
   ticks_.join_current_streams();
-  observer_.closing_begins();
+  timeline_.happened(What::closing);
   if (const auto failed = closing_.receive_status(exchange)) {
     failure_.happened_elsewhere(*failed, window_.ended() + 1, process_group_->getRank());
     fail();
@@ -305,7 +307,7 @@ void Reducer::finish_window() {
   }
   closing_.exchange_sparse_gradients(exchange);
   closing_.exchange_late_gradients(exchange);
-  observer_.closing_ends();
+  timeline_.happened(What::closed);
   averaged_.closed(closing_);
   local_.judge(window_.ended(), process_group_->getSize(), closing_, ticks_);
   exchange.let_wires_go();
@@ -317,7 +319,7 @@ void Reducer::finish_window() {
     shared_sums_.note(weighting_, exchange.group()->getRank(), window_, buckets_.parameters().size());
   }
   if (std::exchange(stepped_in_window_, false)) exchange.keep();
-  observer_.window_finished();
+  timeline_.happened(What::ends);
 }
 
 // ------------------------------------------------------------------------------------------------------------ note [Steps]
@@ -331,7 +333,7 @@ bool Reducer::adds_up() const {
 
 void Reducer::note_optimizer(bool begins) {
   const std::lock_guard lock(mutex_);
-  observer_.optimizer_steps(begins);
+  timeline_.happened(begins ? What::optimizer : What::after_optimizer);
   if (begins) return;
   steps_are_seen_ = true;
   is_unstepped_ = false;
@@ -394,15 +396,16 @@ void Reducer::send_parameters(Gather& gather, size_t bucket, const at::Tensor& m
            " wire=" + dtype_name(memory.scalar_type());
   });
   gather.start(bucket, memory);
-  observer_.parameters_sent(bucket);
+  timeline_.happened(What::sent, bucket);
 }
 
 void Reducer::await_parameters(Gather& gather, size_t bucket) {
-  const Observer::Gathers waits(observer_, bucket);
+  const Range range("await", [&] { return " bucket=" + std::to_string(bucket); });
+  const Timeline::Wait waits(timeline_, What::gather, bucket);
   try {
     gather.wait(bucket);
   } catch (...) {
-    observer_.parameters_failed();
+    timeline_.progress()->fails_for_others();
     throw;
   }
 }

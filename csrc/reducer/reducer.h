@@ -17,7 +17,7 @@
 #include "reducer/closing.h"
 #include "reducer/failure.h"
 #include "reducer/local_gradients.h"
-#include "reducer/observer.h"
+#include "reducer/timeline.h"
 #include "reducer/reduction.h"
 #include "reducer/shared_sums.h"
 #include "reducer/ticks.h"
@@ -113,8 +113,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Ends this rank's waits for others, and all further use; it may outlive this object.
   std::shared_ptr<Interruption> interruption() const { return interruption_; }
 
-  // What has been observed, and what shall be.
-  Locked<Observer> observer() { return {std::unique_lock(mutex_), observer_}; }
+  // What has happened, and who shall be told.
+  Locked<Timeline> timeline() { return {std::unique_lock(mutex_), timeline_}; }
   // What is known of windows and their use of parameters. The same on all ranks, except the order of arrival.
   Locked<const Window> window() const { return {std::unique_lock(mutex_), window_}; }
 
@@ -209,7 +209,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Moves the window on. If a new window begins, resets what this object has for the old one.
   void apply(WindowEvent event) {
     if (window_.apply(event)) begin_window();
-    observer_.window_is(window_);
+    timeline_.window(window_);
   }
   void own(Exchange& exchange) {
     exchange.called_under(mutex_);
@@ -245,7 +245,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
   void fail() {
     apply(WindowEvent::fail);
-    observer_.window_failed();
+    timeline_.happened(What::fails);
   }
   void repair();
 
@@ -267,7 +267,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<size_t> movable_;                     // parameters whose gradients move into the next exchange's wires
   Weighting weighting_;
   float loss_scale_ = 1.0;
-  Observer observer_;
+  Timeline timeline_;
   Ticks ticks_;
   SharedSums shared_sums_;
   Reduction reduction_;

@@ -4,6 +4,7 @@
 
 #include "autograd/backward.h"
 #include "autograd/grad_hooks.h"
+#include "bucket/bucket_range.h"
 #include "errors/see.h"
 #include "reducer/errors.h"
 #include "reducer/reducer.h"
@@ -14,13 +15,13 @@ bool came(const Window& window, const Buckets& buckets, size_t parameter) {
   return window.arrival(parameter) != Arrival::none && buckets.gradient(parameter).defined();
 }
 
-Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer,
+Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Timeline& timeline,
                      Conductor& conductor, const SharedSums& shared_sums, std::mutex& lock)
     : reducer_(reducer),
       buckets_(buckets),
       window_(window),
       ticks_(ticks),
-      observer_(observer),
+      timeline_(timeline),
       conductor_(conductor),
       shared_sums_(shared_sums),
       lock_(lock),
@@ -82,7 +83,7 @@ void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool e
     const bool is_gone = incoming.defined() && !buckets_.gradient(parameter).defined();
     TORCH_CHECK(!is_gone, "fastddp: ", buckets_.describe(parameter), kGradientIsGone, see("FD008"));
     window_.note_synchronised(parameter);
-    observer_.gradient_ready(parameter);
+    timeline_.gradient(parameter);
   }
   if (!buckets_.has(parameter)) return;
   const auto [index, member] = buckets_.place(parameter);
@@ -113,7 +114,10 @@ void Reduction::complete(size_t parameter, bool exclusive) {
   } else {
     bucket.use_placeholder(member, counts()(parameter));
   }
-  if (window_.count_down(parameter)) observer_.bucket_complete(bucket);
+  if (window_.count_down(parameter)) {
+    const BucketRange moment("ready", bucket);
+    timeline_.happened(What::ready, index);
+  }
   start_complete_buckets();
 }
 

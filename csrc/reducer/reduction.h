@@ -6,10 +6,10 @@
 
 #include "bucket/buckets.h"
 #include "pipeline/user_code.h"
-#include "reducer/observer.h"
 #include "reducer/other_reducers.h"
 #include "reducer/shared_sums.h"
 #include "reducer/ticks.h"
+#include "reducer/timeline.h"
 #include "window/window.h"
 
 namespace fastddp {
@@ -26,7 +26,7 @@ bool came(const Window& window, const Buckets& buckets, size_t parameter);
 // All functions are called with the reducer's lock held.
 class Reduction {
  public:
-  Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer, Conductor& conductor,
+  Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Timeline& timeline, Conductor& conductor,
             const SharedSums& shared_sums, std::mutex& lock);
 
   // The window reduces from now on.
@@ -79,7 +79,7 @@ class Reduction {
   Buckets& buckets_;
   Window& window_;
   Ticks& ticks_;
-  Observer& observer_;
+  Timeline& timeline_;
   Conductor& conductor_;
   const SharedSums& shared_sums_;
   std::mutex& lock_;

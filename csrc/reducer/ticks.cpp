@@ -11,17 +11,20 @@
 
 namespace fastddp {
 
-Ticks::Ticks(Buckets& buckets, Observer& observer, std::shared_ptr<Exchange> exchange, std::function<void(Bucket&)> on_finished)
-    : buckets_(buckets), observer_(observer), exchange_(std::move(exchange)), on_finished_(std::move(on_finished)) {}
+Ticks::Ticks(Buckets& buckets, Timeline& timeline, std::shared_ptr<Exchange> exchange, std::function<void(Bucket&)> on_finished)
+    : buckets_(buckets), timeline_(timeline), exchange_(std::move(exchange)), on_finished_(std::move(on_finished)) {}
 
 void Ticks::tick() {
-  const Observer::Waits waits(observer_, ticks_, exchange_->runs_user_code());
+  const Timeline::Wait waits(timeline_, exchange_->runs_user_code() ? What::hook : What::tick, ticks_);
   const auto lag = exchange_->lag();
   const bool begins = ticks_ < buckets_.size();
-  if (begins) observer_.bucket_starts(buckets_[ticks_], *exchange_);
+  if (begins) timeline_.happened(What::starts, ticks_, *exchange_);
   exchange_->tick(ticks_);
-  if (begins) observer_.bucket_started(buckets_[ticks_], *exchange_);
-  if (ticks_ >= lag) observer_.bucket_fully_started(buckets_[ticks_ - lag], *exchange_);
+  if (begins) timeline_.happened(What::started, ticks_, *exchange_);
+  if (ticks_ >= lag) {
+    const auto call = timeline_.when_arrived(ticks_ - lag);
+    if (call) exchange_->when_arrived(buckets_[ticks_ - lag], call);
+  }
   ++ticks_;
   finish_arrived();
 }
@@ -40,14 +43,14 @@ void Ticks::finish_next() {
   const auto on_side_streams = buckets_.side_streams().make_current();
   auto& bucket = buckets_[finished_++];
   exchange_->finish(bucket);
-  observer_.bucket_finished(bucket);
+  timeline_.happened(What::finished, bucket.index());
   bucket.note_use_of_wire(bucket.wire.tensor());
   on_finished_(bucket);
 }
 
 void Ticks::finish_all() {
   while (finished_ < buckets_.size()) {
-    observer_.bucket_awaited(buckets_[finished_]);
+    timeline_.happened(What::finish, finished_);
     finish_next();
   }
 }

@@ -7,7 +7,7 @@
 
 #include "bucket/buckets.h"
 #include "pipeline/exchange.h"
-#include "reducer/observer.h"
+#include "reducer/timeline.h"
 #include "window/window.h"
 
 namespace fastddp {
@@ -16,7 +16,7 @@ namespace fastddp {
 class Ticks {
  public:
   // `on_finished`: called when the exchange has written the gradients of a bucket, on the stream on which it did.
-  Ticks(Buckets& buckets, Observer& observer, std::shared_ptr<Exchange> exchange,
+  Ticks(Buckets& buckets, Timeline& timeline, std::shared_ptr<Exchange> exchange,
         std::function<void(Bucket& bucket)> on_finished);
 
   Exchange& exchange() const { return *exchange_; }
@@ -63,7 +63,7 @@ class Ticks {
   void finish_next();
 
   Buckets& buckets_;
-  Observer& observer_;
+  Timeline& timeline_;
   std::shared_ptr<Exchange> exchange_;
   const std::function<void(Bucket&)> on_finished_;
   size_t ticks_ = 0;
