@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,7 +14,8 @@
 #include "window/window.h"
 
 namespace {
-using fastddp::Doing;
+using fastddp::Moment;
+using fastddp::What;
 using fastddp::WindowState;
 
 void state(fastddp::Progress& page, WindowState state, size_t ended) {
@@ -21,27 +23,29 @@ void state(fastddp::Progress& page, WindowState state, size_t ended) {
 }
 
 void step(fastddp::Progress& page, const std::vector<std::vector<size_t>>& buckets, size_t number) {
-  page.doing(Doing::forward);
+  const auto happened = [&](What what, std::optional<size_t> bucket = {}) { page.happened(Moment::now(what, bucket)); };
+  happened(What::forward);
   state(page, WindowState::armed, number);
-  page.doing(Doing::after_forward);
-  page.doing(Doing::backward);
-  page.window_begins();
+  happened(What::after_forward);
+  happened(What::backward);
+  happened(What::window);
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
     for (const auto parameter : buckets[bucket]) page.gradient(parameter);
-    page.bucket_ready(bucket);
-    const fastddp::Progress::Wait wait(page, Doing::tick, bucket);
-    const fastddp::Progress::Sequences sequences{number};
-    page.bucket_starts(sequences);
-    page.bucket_started(bucket, number, sequences);
+    happened(What::ready, bucket);
+    const fastddp::Progress::Wait wait(page, What::tick, bucket);
+    for (const auto what : {What::starts, What::started}) {
+      page.begun(number, {number});
+      happened(what, bucket);
+    }
   }
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
-    const fastddp::Progress::Wait wait(page, Doing::finish, bucket);
-    page.bucket_arrived(bucket);
+    const fastddp::Progress::Wait wait(page, What::finish, bucket);
+    happened(What::finished, bucket);
   }
-  page.doing(Doing::after_backward);
+  happened(What::after_backward);
   state(page, WindowState::finished, number + 1);
-  page.doing(Doing::optimizer);
-  page.doing(Doing::after_optimizer);
+  happened(What::optimizer);
+  happened(What::after_optimizer);
 }
 
 template <typename Function>

@@ -10,7 +10,7 @@
 
 #include "autograd/grad_hooks.h"
 #include "errors/see.h"
-#include "pipeline/user_code.h"
+#include "trip/user_code.h"
 
 // GraphTask is not a standard-layout type, but every compiler that torch is built with supports offsetof on it.
 #pragma GCC diagnostic ignored "-Winvalid-offsetof"

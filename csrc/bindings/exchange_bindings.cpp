@@ -4,9 +4,9 @@
 
 #include "bindings/bindings.h"
 #include "device/huge_pages.h"
-#include "pipeline/pipeline.h"
 #include "transport/gather.h"
 #include "transport/outbox.h"
+#include "trip/trips.h"
 
 namespace fastddp {
 namespace {
@@ -30,7 +30,7 @@ std::vector<std::tuple<size_t, int64_t, int64_t>> as_tuples(const std::vector<Sp
   return tuples;
 }
 
-Seen look_at(PyObject* object) {
+Looked look_at(PyObject* object) {
   const py::gil_scoped_acquire acquire;
   return {THPVariable_Check(object) ? THPVariable_Unpack(object) : at::Tensor(),
           py::str(py::type::handle_of(object).attr("__qualname__"))};
@@ -89,18 +89,6 @@ void bind_exchanges(py::module_& m) {
   m.def("has_bytes", &has_bytes, "Whether a process has these bytes; csrc/transport/outbox.h.", py::arg("process"),
         py::arg("address"), py::arg("bytes"), no_gil);
 
-  py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport", "How wires travel; csrc/transport/transport.h.")
-      .def_static(
-          "all_reduce",
-          [](Lanes lanes, bool divides) { return destroyed_without_gil(make_all_reduce(std::move(lanes), divides)); },
-          py::arg("lanes"), py::arg("divides") = false, no_gil)
-      .def_static(
-          "sharded_sum",
-          [](Lanes lanes, const Nodes& nodes, c10::Device device) {
-            return destroyed_without_gil(make_sharded_sum(std::move(lanes), nodes, device));
-          },
-          py::arg("lanes"), py::arg("nodes"), py::arg("device"), no_gil);
-
   py::class_<Sharding, std::shared_ptr<Sharding>>(m, "Sharding", "Which rank has what; csrc/bucket/sharding.h.")
       .def(py::init([](const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan,
                        size_t ranks, size_t rank, bool whole, bool for_optimizer) {
@@ -111,10 +99,23 @@ void bind_exchanges(py::module_& m) {
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"), py::arg("whole"),
            py::arg("for_optimizer") = false, no_gil)
       .def_property_readonly("rank", &Sharding::rank)
-      .def_property_readonly("spans", [](const Sharding& shards) { return as_tuples(shards.spans()); })
+      .def_property_readonly("spans", [](const Sharding& shards) {
+        std::vector<std::tuple<size_t, int64_t, int64_t>> all;
+        for (size_t bucket = 0; bucket < shards.buckets(); ++bucket) {
+          std::ranges::copy(as_tuples(shards.spans(bucket)), std::back_inserter(all));
+        }
+        return all;
+      })
       .def(
           "spans_of", [](const Sharding& shards, size_t bucket) { return as_tuples(shards.spans(bucket)); }, py::arg("bucket"))
-      .def("offsets", &Sharding::offsets, py::arg("bucket"))
+      .def(
+          "offsets",
+          [](const Sharding& shards, size_t bucket) {
+            std::vector<int64_t> offsets;
+            for (const auto& span : shards.spans(bucket)) offsets.push_back(span.offset - shards.run(bucket).begin);
+            return offsets;
+          },
+          py::arg("bucket"))
       .def("places", &Sharding::places, py::arg("bucket"))
       .def("length", &Sharding::length, py::arg("bucket"))
       .def(
@@ -142,38 +143,47 @@ void bind_exchanges(py::module_& m) {
            py::arg("lanes"), py::arg("sharding"), py::arg("buckets"), py::arg("interruption"), py::arg("model") = 0, no_gil)
       .def("is_on_its_way", &Gather::is_on_its_way, py::arg("bucket"));
 
-  py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", "How gradients travel; csrc/pipeline/exchange.h.")
-      .def_static(
-          "noop", [] { return destroyed_without_gil(make_noop()); }, no_gil)
-      .def_static(
-          "python_hook",
-          [](py::object state, py::object hook, std::string name, c10::intrusive_ptr<c10d::ProcessGroup> group,
-             std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> others) {
-            auto call = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
-            return destroyed_without_gil(
-                make_python_hook(std::move(call), std::move(name), std::move(group), std::move(others), &look_at));
-          },
-          py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("process_group"), py::arg("others"));
-
-  py::class_<Pipeline, Exchange, std::shared_ptr<Pipeline>>(m, "Pipeline", "A codec and transports; csrc/pipeline/pipeline.h.")
-      .def(py::init([](std::shared_ptr<Codec> codec, std::shared_ptr<Transport> transport) {
-             return destroyed_without_gil(std::make_unique<Pipeline>(std::move(codec), std::move(transport)));
+  py::class_<Way, std::shared_ptr<Way>>(m, "Way", "How gradients travel; csrc/trip/trips.h.")
+      .def(py::init([](std::shared_ptr<Codec> codec, Lanes lanes, Nodes nodes, bool divides) {
+             auto all = lanes.all().front();
+             return destroyed_without_gil(std::make_unique<Way>(Way{.all = std::move(all),
+                                                                    .codec = std::move(codec),
+                                                                    .lanes = std::move(lanes),
+                                                                    .nodes = std::move(nodes),
+                                                                    .divides = divides}));
            }),
-           py::arg("codec"), py::arg("transport"), no_gil)
+           py::arg("codec"), py::arg("lanes"), py::kw_only(), py::arg("nodes") = Nodes(), py::arg("divides") = false, no_gil)
       .def_static(
-          "two_levels",
-          [](const std::shared_ptr<Pipeline>& outer, const std::shared_ptr<Sharding>& shards,
-             const c10::intrusive_ptr<c10d::ProcessGroup>& all, const Lanes& node, bool remembers, bool spreads) {
-            return destroyed_without_gil(Pipeline::two_levels(*outer, shards, all, node, remembers, spreads));
-          },
-          py::arg("outer"), py::arg("shards"), py::kw_only(), py::arg("all"), py::arg("node"), py::arg("remembers"),
-          py::arg("spreads"), no_gil)
+          "nowhere", [] { return destroyed_without_gil(std::make_unique<Way>()); }, no_gil)
       .def_static(
-          "sharded",
-          [](const std::shared_ptr<Pipeline>& whole, const std::shared_ptr<Sharding>& sharding) {
-            return destroyed_without_gil(Pipeline::sharded(*whole, sharding));
+          "by_hook",
+          [](py::object state, py::object hook, std::string name, c10::intrusive_ptr<c10d::ProcessGroup> group, Groups others) {
+            auto call = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
+            auto way = std::make_unique<Way>();
+            way->all = group;
+            way->hook_groups = std::move(others);
+            way->hook = std::make_shared<Hook>(std::move(call), std::move(name), std::move(group), &look_at);
+            return destroyed_without_gil(std::move(way));
           },
-          py::arg("whole"), py::arg("sharding"), no_gil);
+          py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("process_group"), py::arg("others"))
+      .def(
+          "in_two_levels",
+          [](Way& way, c10::intrusive_ptr<c10d::ProcessGroup> all, Lanes node, std::shared_ptr<Sharding> sharding,
+             bool remembers) {
+            way.all = std::move(all);
+            way.node = std::move(node);
+            way.sharding = std::move(sharding);
+            way.remembers = remembers;
+          },
+          "From now on between nodes.", py::arg("all"), py::arg("node"), py::arg("sharding"), py::kw_only(),
+          py::arg("remembers"), no_gil)
+      .def(
+          "keep_runs",
+          [](Way& way, std::shared_ptr<Sharding> sharding) {
+            way.sharding = std::move(sharding);
+            way.keeps_runs = true;
+          },
+          "Each rank gets its own run alone.", py::arg("sharding"), no_gil);
 
   py::class_<RegisteredMemory, std::shared_ptr<RegisteredMemory>>(m, "RegisteredMemory",
                                                                   "Where wires come from; csrc/transport/registered_memory.h.")

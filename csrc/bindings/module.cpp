@@ -80,10 +80,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     reducer.def(name, call, arguments..., no_gil);
   };
   def("main_gradients", [](Reducer& reducer) { return reducer.buckets()->main_gradients(); });
-  def("begin_module", [](Reducer& reducer) { reducer.observer()->module_begins(); });
-  def("end_forward", [](Reducer& reducer) { reducer.observer()->forward_ends(); });
+  def("begin_module", [](Reducer& reducer) { reducer.timeline()->happened(What::module); });
+  def("end_forward", [](Reducer& reducer) { reducer.timeline()->happened(What::after_forward); });
   def("arrival_order", [](Reducer& reducer) { return reducer.window()->arrival_order(); });
-  def("ready_times", [](Reducer& reducer) { return reducer.observer()->ready_times().seconds(); });
+  def("ready_times", [](Reducer& reducer) { return reducer.timeline()->ready_times().seconds(); });
   def("knows_usage", [](Reducer& reducer) { return reducer.window()->knows_first(); });
   def("used_parameters", [](Reducer& reducer) { return reducer.window()->ever_used(); });
   def("missing", [](Reducer& reducer) { return reducer.reduction()->missing(); });
@@ -93,12 +93,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def("averaged", [](Reducer& reducer) { return reducer.averaged()->by_last_window(); });
   def("local_sums", [](Reducer& reducer) { return reducer.local_gradients()->read(); });
   def("synchronised_not_finite", [](Reducer& reducer) { return reducer.local_gradients()->synchronised(); });
-  def("sampled", [](Reducer& reducer) { return reducer.observer()->sampler().last(); });
+  def("sampled", [](Reducer& reducer) { return reducer.timeline()->sampler().last(); });
   def(
       "set_weighting", [](Reducer& reducer, Weighting::Kind kind, double share) { reducer.set_weighting({kind, share}); },
       py::arg("kind"), py::arg("share") = 0.0);
   def(
-      "record_ready_times", [](Reducer& reducer, bool recording) { reducer.observer()->ready_times().record(recording); },
+      "record_ready_times", [](Reducer& reducer, bool recording) { reducer.timeline()->ready_times().record(recording); },
       py::arg("recording"));
   def(
       "watch_local_gradients", [](Reducer& reducer, bool watching) { reducer.local_gradients()->watch(watching); },
@@ -159,9 +159,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           },
           py::arg("callback"))
       .def_property_readonly("progress",
-                             py::cpp_function([](Reducer& reducer) { return reducer.observer()->progress(); }, no_gil))
+                             py::cpp_function([](Reducer& reducer) { return reducer.timeline()->progress(); }, no_gil))
       .def_property_readonly("device_progress",
-                             py::cpp_function([](Reducer& reducer) { return reducer.observer()->device_progress(); }, no_gil))
+                             py::cpp_function([](Reducer& reducer) { return reducer.timeline()->device_progress(); }, no_gil))
       .def("set_expect", &Reducer::set_expect, py::arg("expect"), no_gil)
       .def("set_model_number", &Reducer::set_model_number, py::arg("number"), no_gil)
       .def("fix_usage", &Reducer::fix_usage, no_gil)
@@ -180,7 +180,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           no_gil)
       .def(
           "sample_every",
-          [](Reducer& reducer, size_t windows, size_t first) { reducer.observer()->sampler().set_every(windows, first); },
+          [](Reducer& reducer, size_t windows, size_t first) { reducer.timeline()->sampler().set_every(windows, first); },
           py::arg("windows"), py::arg("first"), no_gil)
       .def(
           "own_gradients",
@@ -195,7 +195,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           },
           no_gil)
       .def("become_sharded", &Reducer::become_sharded, py::arg("sharding"), py::arg("holders"), py::arg("notices"), no_gil)
-      .def("set_exchange", &Reducer::set_exchange, py::arg("exchange"), no_gil)
+      .def("set_way", &Reducer::set_way, py::arg("way"), no_gil)
       .def("use_memory", &Reducer::use_memory, py::arg("memory"), no_gil)
       .def("failure", &Reducer::failure, no_gil)
       .def_property_readonly("state", [](Reducer& reducer) {

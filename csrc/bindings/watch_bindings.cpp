@@ -123,7 +123,7 @@ void bind_watch(py::module_& m) {
       [](const c10::intrusive_ptr<c10d::Work>& work, const std::vector<std::shared_ptr<Interruption>>& all,
          const std::shared_ptr<Progress>& progress) {
         std::optional<Progress::Wait> wait;
-        if (progress) wait.emplace(*progress, Doing::agree, 0);
+        if (progress) wait.emplace(*progress, What::agree, 0);
         Interruption::wait_outside(*work, all);
       },
       py::arg("work"), py::arg("interruptions"), py::arg("progress"), no_gil);

@@ -1,10 +1,14 @@
 #include "bucket/buckets.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
 
 #include <sstream>
 #include <utility>
 
+#include "bucket/measuring.h"
 #include "bucket/placing.h"
 #include "bucket/shard.h"
 
@@ -79,6 +83,22 @@ void Buckets::reset() {
     bucket.window.reset();
     if (bucket.local_sums) bucket.local_sums->reset();
   }
+}
+
+at::Tensor Buckets::measure() {
+  const c10::AutoGradMode no_grad(false);
+  std::vector<at::Tensor> pairs{at::zeros({2}, at::TensorOptions().dtype(at::kDouble).device(device()))};
+  for (auto& bucket : buckets_) {
+    for (const auto& measured : fastddp::measure(bucket)) {
+      keep_for_current_stream(measured);
+      pairs.push_back(add_up(measured).to(device()));
+    }
+  }
+  for (const auto parameter : sparse_) {
+    const auto& sparse = gradient(parameter);
+    if (sparse.defined()) pairs.push_back(add_up(measure_with_operators(sparse.values())).to(device()));
+  }
+  return at::stack(pairs).sum(0);
 }
 
 void Buckets::place_gradients() {

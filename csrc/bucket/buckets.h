@@ -58,6 +58,8 @@ class Buckets {
   // Begins a window.
   void reset();
 
+  // Of averaged gradients: the sum of their squares and the number of elements that are not finite, in fp64, on device().
+  at::Tensor measure();
   // Note [Local sums], pack/local_sums.h: from the next window on.
   void set_measure_locally(bool measure);
   bool measure_locally() const { return measure_locally_; }

@@ -38,6 +38,7 @@ class Sharding {
            size_t rank, bool whole, std::optional<Units> of_optimizer = {});
 
   size_t ranks() const { return ranks_; }
+  size_t buckets() const { return plan_.size(); }
   c10::Device device() const { return spans_.front().front().like.device(); }
 
   size_t rank() const { return rank_; }

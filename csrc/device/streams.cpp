@@ -145,19 +145,19 @@ void SideStreams::synchronize() const {
   for (const auto& side : streams_) side.synchronize();
 }
 
-Moment::Moment(c10::Device device, bool has_time) : device_(device), time_(std::chrono::steady_clock::now()) {
+DeviceMoment::DeviceMoment(c10::Device device, bool has_time) : device_(device), time_(std::chrono::steady_clock::now()) {
   if (has_streams(device)) event_ = EventPool::recorded_in(current_stream(device), has_time ? kWithTime : kWithoutTime);
 }
 
-Moment Moment::now(c10::Device device) {
+DeviceMoment DeviceMoment::now(c10::Device device) {
   return {device, true};
 }
 
-Moment Moment::without_time(c10::Device device) {
+DeviceMoment DeviceMoment::without_time(c10::Device device) {
   return {device, false};
 }
 
-double Moment::seconds_since(const Moment& earlier) const {
+double DeviceMoment::seconds_since(const DeviceMoment& earlier) const {
   if (!event_) return std::chrono::duration<double>(time_ - earlier.time_).count();
   earlier.event_->synchronize();
   event_->synchronize();
@@ -165,7 +165,7 @@ double Moment::seconds_since(const Moment& earlier) const {
 }
 
 // Without the guard, a thread's first call would make a context on the first device.
-bool Moment::has_passed() const {
+bool DeviceMoment::has_passed() const {
   if (!event_) return true;
   const c10::DeviceGuard on_its_device(device_);
   return event_->query();

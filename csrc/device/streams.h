@@ -99,19 +99,19 @@ class SideStreams {
 };
 
 // A moment in the work of a device: when its current stream gets here. Where the host computes: now.
-class Moment {
+class DeviceMoment {
  public:
-  static Moment now(c10::Device device);
+  static DeviceMoment now(c10::Device device);
   // The same, for has_passed() only: without a time, which a device takes longer to write.
-  static Moment without_time(c10::Device device);
+  static DeviceMoment without_time(c10::Device device);
 
   // Seconds since `earlier`, a moment of the same device. The host waits for both.
-  double seconds_since(const Moment& earlier) const;
+  double seconds_since(const DeviceMoment& earlier) const;
   // Whether the stream has got here. The host does not wait.
   bool has_passed() const;
 
  private:
-  Moment(c10::Device device, bool has_time);
+  DeviceMoment(c10::Device device, bool has_time);
 
   std::shared_ptr<c10::Event> event_;  // null: on the host
   c10::Device device_;

@@ -9,23 +9,27 @@ namespace {
 constexpr size_t kWindows = 8;  // more than a host is ahead of its device
 }
 
-void DeviceProgress::started(size_t bucket, c10::Device device, bool of_parameters) {
-  if (!is_watched_ || !has_streams(device) || is_capturing(device)) return;
-  const auto window = progress_->pulse().windows + 1;
-  Entry entry{window, bucket, of_parameters, device, Moment::without_time(device), std::nullopt};
+void DeviceProgress::note(const Moment& moment, c10::Device device) {
+  const bool starts = moment.what == What::started || moment.what == What::sent;
+  const bool arrives = moment.what == What::finished || moment.what == What::gathered;
+  const bool of_parameters = moment.what == What::sent || moment.what == What::gathered;
+  if (moment.what == What::fails) {
+    const std::lock_guard lock(mutex_);
+    entries_.clear();
+  }
+  if ((!starts && !arrives) || !has_streams(device) || is_capturing(device)) return;
+  auto now = DeviceMoment::without_time(device);
   const std::lock_guard lock(mutex_);
-  while (!entries_.empty() && entries_.front().window + kWindows <= entry.window) entries_.pop_front();
-  entries_.push_back(std::move(entry));
-}
-
-void DeviceProgress::arrived(size_t bucket, c10::Device device, bool of_parameters) {
-  if (!is_watched_ || !has_streams(device) || is_capturing(device)) return;
-  auto moment = Moment::without_time(device);
-  const std::lock_guard lock(mutex_);
+  if (starts) {
+    const auto window = progress_->windows() + 1;
+    while (!entries_.empty() && entries_.front().window + kWindows <= window) entries_.pop_front();
+    entries_.push_back({window, *moment.bucket, of_parameters, device, std::move(now), std::nullopt});
+    return;
+  }
   const auto of = std::find_if(entries_.rbegin(), entries_.rend(), [&](const Entry& entry) {
-    return entry.bucket == bucket && entry.of_parameters == of_parameters;
+    return entry.bucket == *moment.bucket && entry.of_parameters == of_parameters;
   });
-  if (of != entries_.rend() && !of->arrived) of->arrived = std::move(moment);
+  if (of != entries_.rend() && !of->arrived) of->arrived = std::move(now);
 }
 
 // Leaves out buckets that the host has not finished: the host itself reports those.

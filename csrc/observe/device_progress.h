@@ -3,6 +3,7 @@
 
 #include <c10/core/Device.h>
 
+#include <atomic>
 #include <cstddef>
 #include <deque>
 #include <memory>
@@ -23,13 +24,9 @@ class DeviceProgress {
   // Keeps moments from now on.
   void watch() { is_watched_ = true; }
 
-  // For the thread that starts collectives. The current stream has come to this bucket's collective, or has its result.
-  // `of_parameters`: not of its gradients.
-  void started(size_t bucket, c10::Device device, bool of_parameters = false);
-  void arrived(size_t bucket, c10::Device device, bool of_parameters = false);
-  void forget() {
-    const std::lock_guard lock(mutex_);
-    entries_.clear();
+  // For the thread that starts collectives. The device's current stream has come to a bucket's collective, or has its result.
+  void happened(const Moment& moment, c10::Device device) {
+    if (is_watched_) note(moment, device);
   }
 
   // For any thread: asks the devices, and writes what they wait for to the page of progress.
@@ -38,11 +35,12 @@ class DeviceProgress {
  private:
   struct Entry {
     size_t window, bucket;
-    bool of_parameters;
+    bool of_parameters;  // not of its gradients
     c10::Device device;
-    Moment started;
-    std::optional<Moment> arrived;
+    DeviceMoment started;
+    std::optional<DeviceMoment> arrived;
   };
+  void note(const Moment& moment, c10::Device device);
   std::optional<DeviceWait> first_wait() const;
 
   const std::shared_ptr<Progress> progress_;

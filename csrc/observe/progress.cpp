@@ -48,10 +48,12 @@ struct Progress::Page {
     }
     for (auto* number : {&live.doing_bucket, &live.last_parameter}) put(*number, kNone);
     for (size_t i = 0; i < header.parameters; ++i) put(this->parameters[i].bucket, kNone);
-    live.doing = since(Doing::nothing, now());
+    live.doing = packed(Moment::now(What::nothing));
     std::atomic_thread_fence(std::memory_order_release);
     std::memcpy(memory.data(), &header, sizeof(header));
   }
+
+  BucketRow& row(std::optional<size_t> bucket) { return bucket && *bucket < capacity ? buckets[*bucket] : nobodys; }
 
   const Rooms rooms;
   SharedPage memory;
@@ -60,6 +62,7 @@ struct Progress::Page {
   ParameterRow* const parameters;
   const size_t capacity;
   const int pid, rank, ranks;
+  BucketRow nobodys{};
 };
 
 Progress::Progress(const std::vector<std::string>& parameters, int rank, int ranks) {
@@ -109,22 +112,41 @@ void Progress::window(uint32_t state, size_t ended) {
   put(live.state, state);
 }
 
-void Progress::window_begins() {
-  put(page_->live.tick, 0);
-  put(page_->live.finished, 0);
+Moment Progress::doing() const {
+  return moment_of(page_->live.doing.load(std::memory_order_acquire));
 }
 
-Doing Progress::doing() const {
-  return doing_of(page_->live.doing.load(std::memory_order_relaxed));
-}
-
-void Progress::doing(Doing doing) {
-  page_->live.doing.store(since(doing, now()), std::memory_order_release);
-}
-
-void Progress::doing(Doing doing, size_t bucket) {
-  put(page_->live.doing_bucket, bucket);
-  this->doing(doing);
+void Progress::happened(const Moment& moment) {
+  auto& live = page_->live;
+  if (moment.what <= kLastDoing) {
+    if (moment.bucket) put(live.doing_bucket, *moment.bucket);
+    return live.doing.store(packed(moment), std::memory_order_release);
+  }
+  auto& row = page_->row(moment.bucket);
+  switch (moment.what) {
+    case What::ready:
+      row.ready = moment.time;
+      return;
+    case What::started:
+      put(live.tick, *moment.bucket + 1);
+      if (sequence_) live.sequence.store(*sequence_ + 1, std::memory_order_relaxed);
+      row.started = moment.time;
+      for (size_t lane = 0; lane < kLanes; ++lane) {
+        row.collectives[lane][0].store(before_[lane].value_or(0) + 1, std::memory_order_relaxed);
+        row.collectives[lane][1].store(begun_[lane].value_or(0), std::memory_order_relaxed);
+      }
+      return;
+    case What::finished:
+      row.arrived = moment.time;
+      return put(live.finished, *moment.bucket + 1);
+    case What::window:
+      put(live.tick, 0);
+      return put(live.finished, 0);
+    case What::fails:
+      return happened({What::after_backward, std::nullopt, moment.time});
+    default:
+      return;
+  }
 }
 
 void Progress::gradient(size_t parameter) {
@@ -132,23 +154,6 @@ void Progress::gradient(size_t parameter) {
   put(page_->parameters[parameter].window, window_);
   put(live.last_parameter, parameter);
   live.gradients.store(live.gradients.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-}
-
-void Progress::bucket_ready(size_t bucket) {
-  if (bucket < page_->capacity) page_->buckets[bucket].ready = now();
-}
-
-void Progress::bucket_started(size_t bucket, std::optional<uint64_t> sequence, const Sequences& sequences) {
-  auto& live = page_->live;
-  put(live.tick, bucket + 1);
-  if (sequence) live.sequence.store(*sequence + 1, std::memory_order_relaxed);
-  if (bucket >= page_->capacity) return;
-  auto& row = page_->buckets[bucket];
-  row.started = now();
-  for (size_t lane = 0; lane < kLanes; ++lane) {
-    row.collectives[lane][0].store(before_[lane].value_or(0) + 1, std::memory_order_relaxed);
-    row.collectives[lane][1].store(sequences[lane].value_or(0), std::memory_order_relaxed);
-  }
 }
 
 void Progress::fails_for_others() {
@@ -161,11 +166,6 @@ void Progress::process_ends(const std::string& error, bool stays) {
   if (live.ends == 0) std::strncpy(live.error.data(), error.c_str(), live.error.size() - 1);
   if (stays) page_->memory.stay();
   live.ends.store(1, std::memory_order_release);
-}
-
-void Progress::bucket_arrived(size_t bucket) {
-  if (bucket < page_->capacity) page_->buckets[bucket].arrived = now();
-  put(page_->live.finished, bucket + 1);
 }
 
 void Progress::device_waits(const std::optional<DeviceWait>& wait) {
@@ -182,9 +182,12 @@ void Progress::belongs_to(uint64_t job, const std::string& script) {
 
 Progress::Pulse Progress::pulse() const {
   const auto& live = page_->live;
-  const auto since = live.doing.load(std::memory_order_acquire);
-  return {doing_of(since), moment_of(since),          live.windows, live.tick, live.finished,
-          live.gradients,  unpacked(live.device_wait)};
+  const auto [what, bucket, since] = doing();
+  return {shown(what), since, live.windows, live.tick, live.finished, live.gradients, unpacked(live.device_wait)};
+}
+
+size_t Progress::windows() const {
+  return page_->live.windows;
 }
 
 double Progress::longest_step() const {
@@ -196,13 +199,13 @@ namespace {
 thread_local Progress* waits_here = nullptr;
 }
 
-Progress::Wait::Wait(Progress& progress, Doing doing, size_t bucket)
-    : progress_(progress), before_(progress.doing()), outer_(std::exchange(waits_here, &progress)) {
-  progress_.doing(doing, bucket);
+Progress::Wait::Wait(Progress& progress, What doing, size_t bucket)
+    : progress_(progress), before_(progress.doing().what), outer_(std::exchange(waits_here, &progress)) {
+  progress_.happened(Moment::now(doing, bucket));
 }
 
 Progress::Wait::~Wait() {
-  progress_.doing(before_);
+  progress_.happened(Moment::now(before_));
   waits_here = outer_;
 }
 

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "pages/snapshot.h"
@@ -27,19 +28,18 @@ class Progress {
   // The buckets are replaced.
   void plan(const std::vector<std::vector<size_t>>& buckets, const std::vector<uint64_t>& bytes);
   void window(uint32_t state, size_t ended);
-  void window_begins();
-  Doing doing() const;
-  void doing(Doing doing);
-  void doing(Doing doing, size_t bucket);
-
+  // What the thread that trains is doing, and since when.
+  Moment doing() const;
+  void happened(const Moment& moment);
   void gradient(size_t parameter);
-  void bucket_ready(size_t bucket);
-  // How many collectives each lane has begun, where its backend counts them.
+  // How many collectives the process group and each lane have begun, where their backends count them. Told before a bucket
+  // `starts` and before it has `started`.
   static constexpr size_t kLanes = Snapshot::kLanes;
   using Sequences = std::array<std::optional<uint64_t>, kLanes>;
-  void bucket_starts(const Sequences& sequences) { before_ = sequences; }
-  void bucket_started(size_t bucket, std::optional<uint64_t> sequence, const Sequences& sequences);
-  void bucket_arrived(size_t bucket);
+  void begun(std::optional<uint64_t> sequence, const Sequences& of_lanes) {
+    sequence_ = sequence;
+    before_ = std::exchange(begun_, of_lanes);
+  }
   // For the thread that watches (device_progress.h).
   void device_waits(const std::optional<DeviceWait>& wait);
   // A collective outside of backward has failed, because another rank has ended.
@@ -50,13 +50,13 @@ class Progress {
   // While it lives, the calling thread may wait for other ranks.
   class Wait {
    public:
-    Wait(Progress& progress, Doing doing, size_t bucket);
+    Wait(Progress& progress, What doing, size_t bucket);
     ~Wait();
     C10_DISABLE_COPY_AND_ASSIGN(Wait);
 
    private:
     Progress& progress_;
-    const Doing before_;
+    const What before_;
     Progress* const outer_;
   };
 
@@ -73,7 +73,7 @@ class Progress {
 
   // What changes whenever training goes on.
   struct Pulse {
-    Doing doing;
+    What doing;
     uint64_t since;  // on the machine's clock, ns
     size_t windows, tick, finished;
     uint64_t gradients;
@@ -81,6 +81,8 @@ class Progress {
     bool operator==(const Pulse&) const = default;
   };
   Pulse pulse() const;
+  // How many have ended.
+  size_t windows() const;
   // Seconds of the longest step that is remembered; 0: none has ended.
   double longest_step() const;
 
@@ -96,7 +98,8 @@ class Progress {
 
   std::unique_ptr<Page> page_;
   uint32_t window_ = 1;  // the number of the open window, or of the next one
-  Sequences before_;     // when the current tick began
+  std::optional<uint64_t> sequence_;
+  Sequences begun_, before_;
 };
 
 }  // namespace fastddp

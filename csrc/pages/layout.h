@@ -14,25 +14,22 @@
 namespace fastddp::page {
 
 inline constexpr uint64_t kMagic = 0x70646474736166;  // "fastddp"
-inline constexpr uint32_t kVersion = 7;
+inline constexpr uint32_t kVersion = 8;
 inline constexpr size_t kMostBuckets = 1024;  // later ones are not noted
 inline constexpr size_t kSteps = 16;
 inline constexpr size_t kLanes = Snapshot::kLanes;
 
 using Number = std::atomic<uint32_t>;
-using Moment64 = std::atomic<uint64_t>;  // ns of the machine's monotonic clock; 0: never
-static_assert(Number::is_always_lock_free && Moment64::is_always_lock_free);
+using Time64 = std::atomic<uint64_t>;  // ns of the machine's monotonic clock; 0: never
+static_assert(Number::is_always_lock_free && Time64::is_always_lock_free);
 
 // Both in one number, so that they are read together.
-inline constexpr int kMomentBits = 56;  // two years
-inline uint64_t since(Doing doing, uint64_t moment) {
-  return static_cast<uint64_t>(doing) << kMomentBits | moment;
+inline constexpr int kTimeBits = 56;  // two years
+inline uint64_t packed(const Moment& moment) {
+  return static_cast<uint64_t>(moment.what) << kTimeBits | moment.time;
 }
-inline Doing doing_of(uint64_t since) {
-  return Doing(since >> kMomentBits);
-}
-inline uint64_t moment_of(uint64_t since) {
-  return since & ((uint64_t{1} << kMomentBits) - 1);
+inline Moment moment_of(uint64_t packed) {
+  return {What(packed >> kTimeBits), std::nullopt, packed & ((uint64_t{1} << kTimeBits) - 1)};
 }
 
 // Windows are counted modulo 2^30.
@@ -58,15 +55,15 @@ struct Header {
 struct alignas(64) Live {
   std::atomic<uint64_t> job, doing, gradients, sequence;
   std::atomic<uint64_t> device_wait;  // packed(); 0: it waits for nothing
-  Moment64 device_since;
+  Time64 device_since;
   Number doing_bucket, state, windows, buckets, tick, finished, last_parameter, runs_user_code, ends, failed_window;
-  std::array<Moment64, kSteps> step_ends;  // by the step's number, modulo kSteps
+  std::array<Time64, kSteps> step_ends;  // by the step's number, modulo kSteps
   std::array<char, 128> script;            // that the process runs, once `job` is set; ends with 0
   std::array<char, 256> error;             // why the process ends, once `ends` is set; ends with 0
 };
 
 struct BucketRow {
-  Moment64 ready, started, arrived;
+  Time64 ready, started, arrived;
   std::atomic<uint64_t> bytes;
   std::array<std::array<std::atomic<uint64_t>, 2>, kLanes> collectives;  // first and last of each lane; first > last: none
 };

@@ -59,10 +59,14 @@ std::vector<double> page::steps_of(const Live& live) {
   return steps;
 }
 
-const char* to_string(Doing doing) {
+const char* to_string(What doing) {
   constexpr std::array names{"nothing",        "forward",   "after_forward", "backward",        "tick", "finish", "closing",
                              "after_backward", "optimizer", "gather",        "after_optimizer", "agree"};
   return names.at(static_cast<size_t>(doing));
+}
+
+Moment Moment::now(What what, std::optional<size_t> bucket) {
+  return {what, bucket, page::now()};
 }
 
 Snapshot read_page(const std::byte* data, size_t bytes, const std::string& path) {
@@ -93,10 +97,10 @@ Snapshot read_page(const std::byte* data, size_t bytes, const std::string& path)
   const auto& live = *reinterpret_cast<const Live*>(data + Rooms::live);
   snapshot.job = live.job.load(std::memory_order_acquire);
   if (snapshot.job != 0) snapshot.script.assign(live.script.data(), strnlen(live.script.data(), live.script.size()));
-  const auto since = live.doing.load(std::memory_order_acquire);
-  check(doing_of(since) <= Doing::agree, "what it says makes no sense");
-  snapshot.doing = doing_of(since);
-  snapshot.seconds = seconds_since(moment_of(since));
+  const auto last = moment_of(live.doing.load(std::memory_order_acquire));
+  check(last.what <= kLastDoing, "what it says makes no sense");
+  snapshot.doing = shown(last.what);
+  snapshot.seconds = seconds_since(last.time);
   snapshot.state = live.state;
   snapshot.windows = live.windows;
   const size_t buckets = std::min(live.buckets.load(), header.buckets);
@@ -115,7 +119,7 @@ Snapshot read_page(const std::byte* data, size_t bytes, const std::string& path)
 
   const auto window_begin = snapshot.windows > 0 ? end_of(live, snapshot.windows) : 0;
   const auto* const rows = reinterpret_cast<const BucketRow*>(data + rooms.buckets);
-  const auto ago = [&](const Moment64& moment) {
+  const auto ago = [&](const Time64& moment) {
     return moment > window_begin ? std::optional(seconds_since(moment)) : std::nullopt;
   };
   for (size_t i = 0; i < buckets; ++i) {

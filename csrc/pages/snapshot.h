@@ -11,8 +11,8 @@
 
 namespace fastddp {
 
-// What the thread that trains is doing, as the reducer sees it.
-enum class Doing : uint8_t {
+// What happens on a rank, as the reducer sees it. Up to `computed` it is what the thread that trains is doing from then on.
+enum class What : uint8_t {
   nothing,          // no forward has begun
   forward,          // in the module
   after_forward,    // the loss, or whatever the user does
@@ -25,8 +25,40 @@ enum class Doing : uint8_t {
   gather,           // waits for a bucket's parameters, which other ranks have stepped
   after_optimizer,  // data loading, evaluation, a checkpoint, or whatever the user does
   agree,            // waits for the other ranks in another collective of fastddp's
+  // The same more exactly, for this rank's own times: for others see shown().
+  module,    // forward, after what ranks do together before it
+  hook,      // tick, if a user's hook runs
+  computed,  // backward, when all gradients of this rank have come
+  // Of a bucket.
+  ready,     // its gradients are final
+  starts,    // its first collective is about to start: without gradients that are missing, which are final now
+  started,   // its first collective has started
+  finished,  // its last collective is done, and gradients are written
+  sent,      // its parameters are on their way, and could not be waited for
+  gathered,  // or have been waited for
+  // Of a window. A *step* lasts from a window's first forward to that of the next window.
+  window,   // a new one: nothing has come yet
+  opens,    // a forward that has gradients begins
+  reduces,  // the first gradient of a backward that synchronises
+  closed,   // what follows the buckets is done
+  ends,     // well
+  fails,
 };
-const char* to_string(Doing doing);
+inline constexpr auto kLastDoing = What::computed;
+inline What shown(What doing) {
+  return doing == What::module     ? What::forward
+         : doing == What::hook     ? What::tick
+         : doing == What::computed ? What::backward
+                                   : doing;
+}
+const char* to_string(What doing);  // a shown one
+
+struct Moment {
+  static Moment now(What what, std::optional<size_t> bucket = std::nullopt);
+  What what;
+  std::optional<size_t> bucket;
+  uint64_t time;  // on the machine's clock, ns
+};
 
 // The first bucket whose collective has ended for the host, but not on the device.
 struct DeviceWait {
@@ -50,7 +82,7 @@ struct OfProcess {
 
 // Where a rank is in its step.
 struct Position {
-  Doing doing = Doing::nothing;
+  What doing = What::nothing;
   double seconds = 0;                // how long it has been doing this
   std::optional<size_t> bucket;      // the bucket that `doing` is about
   bool runs_user_code = false;       // a Python hook runs

@@ -9,7 +9,7 @@
 #include "bucket/bucket.h"
 #include "bucket/buckets.h"
 #include "bucket/gradient_mark.h"
-#include "pipeline/user_code.h"
+#include "trip/user_code.h"
 #include "window/window.h"
 
 namespace fastddp {

@@ -4,6 +4,7 @@
 #include <map>
 #include <utility>
 
+#include "bucket/packing.h"
 #include "errors/see.h"
 #include "reducer/errors.h"
 #include "reducer/reduction.h"
@@ -23,9 +24,9 @@ void Closing::reset() {
 
 // ------------------------------------------------------------------------------------------------------------- status
 
-static_assert(Exchange::kStatusRoom == WindowStatus::kNumbers);
+static_assert(Driver::kStatusRoom == WindowStatus::kNumbers);
 
-WindowStatus::Said Closing::said(const Exchange& exchange) const {
+WindowStatus::Said Closing::said(const Driver& driver) const {
   WindowStatus::Said said;
   said.rank = group_.getRank();
   said.failed = saying_.failed;
@@ -41,40 +42,40 @@ WindowStatus::Said Closing::said(const Exchange& exchange) const {
     said.not_finite = saying_.local->may_spoil_a_sum(group_.getSize());
     // Kernels on the streams of gradients write the rows that are counted here.
     // Orders no gradients.
-    for (const auto& bucket : buckets_.all()) bucket.wait_for_gradients();
+    for (const auto& bucket : buckets_.all()) wait_for_gradients(bucket);
     said.not_finite_count = saying_.local->not_finite_count();
   }
   return said;
 }
 
-void Closing::send_status(const Exchange& exchange) {
-  if (!exchanges_status(exchange) || status_.is_sent()) return;
+void Closing::send_status(const Driver& driver) {
+  if (!exchanges_status(driver) || status_.is_sent()) return;
   // Orders no gradients.
   if (saying_.local != nullptr) buckets_.side_streams().wait_for_current_streams();
   // Orders no gradients.
   const auto on_side_streams = buckets_.side_streams().make_current();
-  status_.send(*status_group(exchange), buckets_.device(), said(exchange));
+  status_.send(*status_group(driver), buckets_.device(), said(driver));
 }
 
-void Closing::host_waits_for_status(Exchange& exchange) {
+void Closing::host_waits_for_status(Driver& driver) {
   // Orders no gradients.
   const auto on_side_streams = buckets_.side_streams().make_current();
-  take_status_that_rode(exchange);
+  take_status_that_rode(driver);
   status_.wait();
 }
 
-bool Closing::receive_status(Exchange& exchange) {
+bool Closing::receive_status(Driver& driver) {
   const bool has_used = window_.ends_with_backward();
   const bool host_needs_it = has_used || !buckets_.sparse().empty() || !has_streams(buckets_.device());
-  if (!exchanges_status(exchange)) {
+  if (!exchanges_status(driver)) {
     if (has_used) window_.learn(used_here());
   } else if (!host_needs_it) {
     // Orders no gradients.
     const auto on_side_streams = buckets_.side_streams().make_current();
-    take_status_that_rode(exchange);
+    take_status_that_rode(driver);
     status_.arrive_later(window_.ended());
   } else {
-    host_waits_for_status(exchange);
+    host_waits_for_status(driver);
     status_is_read_ = true;
     done_ = Done::status;  // even if a rank failed: to wait again may take one more collective
     if (const auto failed = status_.failed()) return failure_.happened_elsewhere(*failed, window_.ended()), false;
@@ -90,7 +91,7 @@ std::vector<Used> Closing::used_here() const {
     for (size_t member = 0; member < bucket.size(); ++member) {
       const auto parameter = bucket.layout.parameter(member);
       if (!came(window_, buckets_, parameter)) continue;
-      const bool is_late = bucket.left_out(member).defined() && window_.arrival(parameter) == Arrival::synchronised;
+      const bool is_late = left_out(bucket, member).defined() && window_.arrival(parameter) == Arrival::synchronised;
       used[parameter] = is_late ? Used::late : Used::yes;
     }
   }
@@ -117,22 +118,22 @@ at::Tensor Closing::sparse_gradient(size_t parameter) const {
   return counts ? gradient : gradient_without_rows(buckets_.parameters()[parameter]);
 }
 
-void Closing::exchange_sparse_gradients(const Exchange& exchange) {
+void Closing::exchange_sparse_gradients(const Driver& driver) {
   std::vector<at::Tensor> gradients;
   for (const auto parameter : buckets_.sparse()) gradients.push_back(sparse_gradient(parameter));
   done_ = Done::sparse_gradients;  // even if the next line raises
-  sum_over_ranks(exchange, gradients, /*is_void=*/false);
+  sum_over_ranks(driver, gradients, /*is_void=*/false);
   for (size_t i = 0; i < gradients.size(); ++i) {
     if (gradients[i].defined()) buckets_.parameters()[buckets_.sparse()[i]].mutable_grad() = gradients[i];
   }
 }
 
-void Closing::sum_over_ranks(const Exchange& exchange, std::vector<at::Tensor>& sparse_gradients, bool is_void) {
-  auto* const group = exchange.group();
+void Closing::sum_over_ranks(const Driver& driver, std::vector<at::Tensor>& sparse_gradients, bool is_void) {
+  auto* const group = driver.way()->all.get();
   if (group == nullptr) return;
   std::vector<at::Tensor> parameters;
   for (const auto parameter : buckets_.sparse()) parameters.push_back(buckets_.parameters()[parameter]);
-  sum_sparse_gradients(*group, sparse_gradients, parameters, exchange.scale(), is_void);
+  sum_sparse_gradients(*group, sparse_gradients, parameters, driver.scale(), is_void);
 }
 
 // ------------------------------------------------------------------------------------------------------ late gradients
@@ -147,72 +148,72 @@ std::vector<Bucket> Closing::late_buckets() const {
   }
   std::vector<Bucket> made;
   for (const auto& [kind, members] : late) made.push_back(buckets_.make_another(made.size(), late.size(), members));
-  for (auto& bucket : made) bucket.wire.make(bucket.layout);
+  for (auto& bucket : made) bucket.need_wire();
   return made;
 }
 
-void Closing::exchange_late_gradients(Exchange& exchange) {
+void Closing::exchange_late_gradients(Driver& driver) {
   if (window_.expects_all()) return;
   auto late = late_buckets();
   for (auto& bucket : late) {
     std::vector<Slot> slots;
     for (size_t member = 0; member < bucket.size(); ++member) {
       const auto& [index, place] = buckets_.place(bucket.layout.parameter(member));
-      slots.push_back({buckets_[index].left_out(place), bucket.wire.view(member)});
+      slots.push_back({left_out(buckets_[index], place), bucket.wire.parts[member]});
     }
     pack_with_operators(slots, 1.0);
-    average_late(bucket, exchange);
+    average_late(bucket, driver);
   }
-  resolve_placeholders(exchange);
+  resolve_placeholders(driver);
   for (auto& bucket : late) {
     for (size_t member = 0; member < bucket.size(); ++member) {
       const auto& [index, place] = buckets_.place(bucket.layout.parameter(member));
-      buckets_[index].add_late(place, bucket, member);
+      add_late(buckets_[index], place, bucket, member);
     }
   }
 }
 
-void Closing::resolve_placeholders(Exchange& exchange) {
+void Closing::resolve_placeholders(Driver& driver) {
   for (auto& bucket : buckets_.all()) {
     for (size_t member = 0; member < bucket.size(); ++member) {
       if (!bucket.window[member].has_placeholder()) continue;
       const bool is_used = window_.used(bucket.layout.parameter(member)) != Used::no;
-      if (!is_used) exchange.discard(bucket, member);
-      bucket.resolve_placeholder(member, is_used);
+      if (!is_used) driver.discard(bucket, member);
+      resolve_placeholder(bucket, member, is_used);
     }
   }
 }
 
 // ------------------------------------------------------------------------------------------------------ without gradients
 
-bool Closing::abandon(Exchange& exchange) {
-  if (!exchanges_status(exchange)) return false;
-  send_status(exchange);
-  if (done_ == Done::nothing) host_waits_for_status(exchange);
+bool Closing::abandon(Driver& driver) {
+  if (!exchanges_status(driver)) return false;
+  send_status(driver);
+  if (done_ == Done::nothing) host_waits_for_status(driver);
   if (status_.failed()) return false;
   // All ranks have said that their window is well (this one before it failed), so the others go on.
   if (window_.ends_with_backward() && done_ == Done::nothing) window_.learn_from_others(status_.used());
   if (done_ != Done::sparse_gradients) {
     std::vector<at::Tensor> nothing(buckets_.sparse().size());
-    sum_over_ranks(exchange, nothing, saying_.failed);
+    sum_over_ranks(driver, nothing, saying_.failed);
   }
   auto late = late_buckets();
   while (late_started_ < late.size()) {
     auto& next = late[late_started_];
     next.wire.tensor().fill_(saying_.failed ? std::numeric_limits<double>::quiet_NaN() : 0.0);
-    average_late(next, exchange);
+    average_late(next, driver);
   }
-  if (!saying_.failed) discard_unused(exchange);
+  if (!saying_.failed) discard_unused(driver);
   return true;
 }
 
 // Even without a part in the window this rank has added up gradients of all parameters. Those that no rank used are dropped.
-void Closing::discard_unused(Exchange& exchange) const {
+void Closing::discard_unused(Driver& driver) const {
   if (!window_.ends_with_backward()) return;
   for (auto& bucket : buckets_.all()) {
     for (size_t member = 0; member < bucket.size(); ++member) {
       if (window_.used(bucket.layout.parameter(member)) != Used::no) continue;
-      exchange.discard(bucket, member);
+      driver.discard(bucket, member);
       if (bucket.shard != nullptr) bucket.held(member).reset();
     }
   }

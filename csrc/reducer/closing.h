@@ -9,7 +9,7 @@
 
 #include "bucket/buckets.h"
 #include "device/cuda_driver.h"
-#include "pipeline/exchange.h"
+#include "trip/driver.h"
 #include "reducer/failure.h"
 #include "reducer/local_gradients.h"
 #include "reducer/shared_sums.h"
@@ -25,7 +25,7 @@ namespace fastddp {
 
 // Note [Whose usage counts]
 // What becomes of a gradient depends only on the use of its parameter by the ranks that average it: other ranks' late gradients
-// travel in collectives of their own. So the status goes over the ranks of the exchange. The first step of a static graph is
+// travel in collectives of their own. So the status goes over the ranks of the driver. The first step of a static graph is
 // an exception: it decides which parameters buckets hold. Buckets have to be the same on all ranks of the model, since exchanges
 // of later windows may go over other ranks. So while a static graph is learned, the status goes over all ranks of the model,
 // and the use by any of them counts. Where an exchange shares nothing, each rank has its own use.
@@ -44,9 +44,9 @@ class Closing {
 
   // Raises if a sparse parameter has a dense gradient: before this rank tells others that its window is well.
   void check_sparse_gradients() const;
-  // Whether the status of this window travels with its last bucket: note [Room for the status], pipeline/exchange.h.
-  bool status_rides(const Exchange& exchange) const {
-    return exchange.status_tick() && exchanges_status(exchange) && !window_.ends_with_backward();
+  // Whether the status of this window travels with its last bucket: note [Room for the status], trip/driver.h.
+  bool status_rides(const Driver& driver) const {
+    return driver.status_tick() && exchanges_status(driver) && !window_.ends_with_backward();
   }
   // What this rank says in its status: note [Status of a window], window/status.h.
   struct Saying {
@@ -57,14 +57,14 @@ class Closing {
     float scale = 0;                        // as WindowStatus::Said::scale
   };
   void say(const Saying& saying) { saying_ = saying; }
-  void write_status(const Exchange& exchange, const at::Tensor& room) {
-    status_rides(exchange) ? status_.write(*exchange.group(), room, said(exchange)) : void(room.zero_());
+  void write_status(const Driver& driver, const at::Tensor& room) {
+    status_rides(driver) ? status_.write(*driver.way()->all, room, said(driver)) : void(room.zero_());
   }
   // Unless it rides.
-  void send_status(const Exchange& exchange);
+  void send_status(const Driver& driver);
   // Whether the window is well on all other ranks. If it is, learns which parameters are used. On a device with streams the host
   // waits only if it needs the status to go on; otherwise the status arrives later.
-  bool receive_status(Exchange& exchange);
+  bool receive_status(Driver& driver);
   // Whether an earlier window has failed on another rank, as its status says that has arrived by now.
   bool has_failed_late() {
     const auto late = status_.take_late_failure();
@@ -79,43 +79,43 @@ class Closing {
   std::optional<bool> some_are_not_finite() const {
     return status_is_read_ ? std::optional(status_.not_finite()) : std::nullopt;
   }
-  void exchange_sparse_gradients(const Exchange& exchange);
-  void exchange_late_gradients(Exchange& exchange);
+  void exchange_sparse_gradients(const Driver& driver);
+  void exchange_late_gradients(Driver& driver);
 
   // Takes part in what is left of a window, without gradients of this rank. If the window failed here it sends NaN, so that no
   // rank takes the result for a gradient. If not, only others have the window. Returns whether it is well on the other ranks.
-  bool abandon(Exchange& exchange);
+  bool abandon(Driver& driver);
 
  private:
   // Note [Whose usage counts]
-  c10d::ProcessGroup* status_group(const Exchange& exchange) const {
-    auto* const group = exchange.group();
+  c10d::ProcessGroup* status_group(const Driver& driver) const {
+    auto* const group = driver.way()->all.get();
     const bool decides_over_buckets = window_.is_learning() && window_.learns_once();
     return group != nullptr && decides_over_buckets ? &group_ : group;
   }
   // A captured step has no status: its graph is replayed without the host, which could not read one.
-  bool exchanges_status(const Exchange& exchange) const {
-    const auto* const group = status_group(exchange);
+  bool exchanges_status(const Driver& driver) const {
+    const auto* const group = status_group(driver);
     return group != nullptr && group->getSize() > 1 && !is_capturing(buckets_.device());
   }
-  WindowStatus::Said said(const Exchange& exchange) const;
-  void host_waits_for_status(Exchange& exchange);
-  void take_status_that_rode(Exchange& exchange) {
-    if (!status_rides(exchange)) return;
-    const auto [sums, factor] = exchange.take_status();
+  WindowStatus::Said said(const Driver& driver) const;
+  void host_waits_for_status(Driver& driver);
+  void take_status_that_rode(Driver& driver) {
+    if (!status_rides(driver)) return;
+    const auto [sums, factor] = driver.take_status();
     status_.came(sums, factor);
   }
   std::vector<Used> used_here() const;
   at::Tensor sparse_gradient(size_t parameter) const;
-  void sum_over_ranks(const Exchange& exchange, std::vector<at::Tensor>& sparse_gradients, bool is_void);
+  void sum_over_ranks(const Driver& driver, std::vector<at::Tensor>& sparse_gradients, bool is_void);
   std::vector<Bucket> late_buckets() const;
-  void average_late(Bucket& late, Exchange& exchange) {
-    const auto wait = exchange.start_late(late);
+  void average_late(Bucket& late, Driver& driver) {
+    const auto wait = driver.start_late(late);
     ++late_started_;  // even if the wait raises
     wait();
   }
-  void resolve_placeholders(Exchange& exchange);
-  void discard_unused(Exchange& exchange) const;
+  void resolve_placeholders(Driver& driver);
+  void discard_unused(Driver& driver) const;
 
   Buckets& buckets_;
   Window& window_;

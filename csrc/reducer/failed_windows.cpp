@@ -1,4 +1,4 @@
-// Windows that fail, and windows of other ranks: note [A window that fails], pipeline/exchange.h.
+// Windows that fail, and windows of other ranks: note [A window that fails], trip/driver.h.
 #include <c10/core/GradMode.h>
 
 #include <limits>
@@ -27,14 +27,14 @@ void Reducer::repair() {
   const c10::AutoGradMode no_grad(false);
   const auto unsaid = closing_.failure().take_unsaid();
   if (unsaid == Failure::Unsaid::warning) TORCH_WARN(closing_.failure().text());
-  ticks_.void_what_was_done();
+  driver_.void_what_was_done();
   // Other ranks get NaN from this one: an average over some of the ranks would pass for a gradient.
   closing_.say({.window = window_.ended() - 1, .failed = true, .lost_a_backward = backwards_.lost_one()});
-  if (window_.owes()) ticks_.abandon_rest(std::numeric_limits<double>::quiet_NaN());
-  const bool others_go_on = window_.owes() && closing_.abandon(ticks_.exchange());
-  if (!others_go_on) ticks_.exchange().undo({});
+  if (window_.owes()) driver_.abandon_rest(std::numeric_limits<double>::quiet_NaN());
+  const bool others_go_on = window_.owes() && closing_.abandon(driver_);
+  if (!others_go_on) driver_.undo({});
   steps_.forget_window();
-  ticks_.exchange().let_wires_go();
+  driver_.give_back();
   apply(WindowEvent::repair);
   TORCH_CHECK(unsaid != Failure::Unsaid::error, closing_.failure().text(), see("FD010"));
 }
@@ -46,15 +46,14 @@ void Reducer::shadow_window() {
   const c10::AutoGradMode no_grad(false);
   apply(WindowEvent::stand_aside);
   steps_.forget_window();
-  ticks_.exchange().keep();  // a window counts as a step here: this rank's optimizer does not step, but others' do
+  driver_.keep();  // a window counts as a step here: this rank's optimizer does not step, but others' do
   closing_.say({.window = window_.ended() - 1, .lost_a_backward = backwards_.lost_one()});
-  ticks_.abandon_rest(0.0);
-  const bool is_well = closing_.abandon(ticks_.exchange());
-  if (!is_well) ticks_.exchange().undo({});
-  ticks_.exchange().keep();
-  ticks_.exchange().let_wires_go();
+  driver_.abandon_rest(0.0);
+  const bool is_well = closing_.abandon(driver_);
+  if (!is_well) driver_.undo({});
+  driver_.keep();
+  driver_.give_back();
   begin_window();
-  observer_.window_passed();
 }
 
 }  // namespace fastddp

@@ -10,8 +10,8 @@
 #include <limits>
 #include <unordered_map>
 
+#include "bucket/measuring.h"
 #include "reducer/closing.h"
-#include "reducer/ticks.h"
 
 namespace fastddp {
 namespace {
@@ -74,7 +74,7 @@ void LocalGradients::measure_beside_buckets() {
   }
   for (const auto& bucket : buckets_.all()) {
     for (size_t member = 0; member < bucket.size(); ++member) {
-      if (bucket.window[member].has_placeholder()) measure(bucket.layout.parameter(member), bucket.left_out(member));
+      if (bucket.window[member].has_placeholder()) measure(bucket.layout.parameter(member), left_out(bucket, member));
     }
   }
 }
@@ -100,13 +100,13 @@ bool LocalGradients::may_spoil_a_sum(int ranks) const {
 
 // On the CPU we see while writing a result whether it is finite. We do not ask other ranks about it, though most results are the
 // same on all: if a bit flipped on the way to this rank, the others have not noticed. The result of a hook may differ, too.
-void LocalGradients::judge(size_t window, int ranks, const Closing& closing, const Ticks& ticks) {
+void LocalGradients::judge(size_t window, int ranks, const Closing& closing, const Way& way) {
   if (!are_watched()) return;
   const auto said = closing.some_are_not_finite();
   const bool alone = ranks == 1;
   if (said ? *said : may_spoil_a_sum(ranks)) return notice_now({window, said || alone, /*in_result=*/false});
-  const bool comes_from_sums = (said || alone) && ticks.exchange().starts_all_in_ticks();
-  if (comes_from_sums && ticks.has_written_not_finite()) notice_now({window, alone, /*in_result=*/true});
+  const bool comes_from_sums = (said || alone) && way.hook == nullptr;
+  if (comes_from_sums && std::ranges::any_of(buckets_.all(), has_seen_not_finite)) notice_now({window, alone, /*in_result=*/true});
 }
 
 void LocalGradients::notice_late(Closing& closing) {

@@ -14,7 +14,7 @@
 namespace fastddp {
 
 class Closing;
-class Ticks;
+struct Way;
 
 // Note [Too large]
 // If the highest bit of the exponent flips, 0.01 becomes 3e36. That is finite, and may stay unnoticed for the whole training:
@@ -65,7 +65,7 @@ class LocalGradients {
   };
   // Notices whether gradients of the ending window are not finite on a rank, or their sum may not be. On the CPU it then counts
   // in the synchronised gradients: whoever looks next may come after zero_grad().
-  void judge(size_t window, int ranks, const Closing& closing, const Ticks& ticks);
+  void judge(size_t window, int ranks, const Closing& closing, const Way& way);
   // Notices an earlier window that is known only now.
   void notice_late(Closing& closing);
   // Returned once. Nothing waits.

@@ -1,15 +1,23 @@
 #include "reducer/reducer.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
 
 #include <optional>
 #include <utility>
 
 #include "errors/see.h"
-#include "pipeline/pipeline.h"
 #include "reducer/errors.h"
 
 namespace fastddp {
+namespace {
+
+std::shared_ptr<Way> plain_way(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  return std::make_shared<Way>(Way{.all = group, .codec = make_cast(std::nullopt), .lanes = Lanes({group})});
+}
+
+}  // namespace
+
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, const Plan& plan,
                  c10::intrusive_ptr<c10d::ProcessGroup> process_group, GradientForm form, Expect expect,
                  std::vector<size_t> sparse)
@@ -17,11 +25,10 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       buckets_(std::move(parameters), names, std::move(sparse), form),
       window_(buckets_.parameters().size(), expect),
       averaged_(buckets_, window_, mutex_),
-      observer_(buckets_.parameters(), names, *process_group_),
-      ticks_(buckets_, observer_, std::make_shared<Pipeline>(make_cast(std::nullopt), make_all_reduce(Lanes({process_group_}))),
-             [this](Bucket& bucket) { averaged_.bucket_finished(bucket); }),
-      steps_(buckets_, window_, ticks_),
-      reduction_(*this, buckets_, window_, ticks_, observer_, mutex_),
+      timeline_(buckets_.parameters(), names, *process_group_),
+      driver_(buckets_, timeline_, mutex_, [this](Bucket& bucket) { averaged_.bucket_finished(bucket); }),
+      steps_(buckets_, window_, driver_),
+      reduction_(*this, buckets_, window_, driver_, timeline_, mutex_),
       local_(buckets_, window_),
       closing_(buckets_, window_, *process_group_, reduction_.shared_sums()),
       hooks_(
@@ -29,17 +36,18 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
           [this](size_t parameter, const at::Tensor& incoming, bool exclusive) {
             on_gradient(parameter, incoming, exclusive);
           }) {
-  own(ticks_.exchange());
+  driver_.status_is_written_by([this](const at::Tensor& room) { closing_.write_status(driver_, room); });
+  driver_.prepare(plain_way(process_group_));
   set_plan(plan);
 }
 
 Reducer::~Reducer() {
   hooks_.remove();
-  interruption_->keep_for_good(process_group_, ticks_.shared_exchange());
+  interruption_->keep_for_good(process_group_, driver_.way());
   if (!window_.has_begun() && !window_.is(WindowState::failed)) return;
   const std::lock_guard lock(mutex_);
   const c10::AutoGradMode no_grad(false);
-  has_streams(buckets_.device()) ? ticks_.leave_behind() : ticks_.exchange().undo({});
+  driver_.leave_behind();
 }
 
 // -------------------------------------------------------------------------------------------------- between two windows
@@ -55,44 +63,44 @@ void Reducer::set_plan(const Plan& plan) {
   const std::lock_guard lock(mutex_);
   check_between_windows("buckets can be replaced");
   steps_.look_for_skipped();
-  observer_.buckets_change();
   const auto is_never_used = [&](size_t parameter) { return window_.knows_first() && !window_.ever_used(parameter); };
-  const auto movable = buckets_.replace(plan, is_never_used);
+  buckets_.replace(plan, is_never_used);
   window_.set_buckets(plan);
-  ticks_.exchange().prepare(buckets_.all(), buckets_.side_streams(), nullptr);
-  observer_.buckets_are(buckets_.all());
-  movable_ = movable;
-  if (memory_ == nullptr) place_gradients();
+  driver_.prepare(driver_.way());
+  timeline_.plan(buckets_.all(), driver_.way());
+  const c10::AutoGradMode no_grad(false);
+  if (memory_ == nullptr) buckets_.place_gradients();
 }
 
-void Reducer::set_exchange(std::shared_ptr<Exchange> exchange) {
+void Reducer::set_way(std::shared_ptr<Way> way) {
+  way->meet(buckets_.device());
   const std::lock_guard lock(mutex_);
   check_between_windows("how gradients are exchanged can be changed");
-  own(*exchange);
-  exchange->set_weighting(weighting_);
+  TORCH_CHECK_VALUE(!std::exchange(way->is_taken, true),
+                    "fastddp: a way belongs to one reducer, and this one has its reducer already. Make another one.");
   const auto memory = memory_;
   std::optional<Slabs> slabs;
   if (memory != nullptr) slabs.emplace(*memory);
-  exchange->prepare(buckets_.all(), buckets_.side_streams(), slabs ? &*slabs : nullptr);
-  observer_.buckets_are(buckets_.all());
+  driver_.prepare(way, slabs ? &*slabs : nullptr);
+  timeline_.plan(buckets_.all(), way);
   if (has_streams(buckets_.device())) {
-    auto groups = exchange->groups();
+    auto groups = way->groups();
     groups.push_back(process_group_);
     interruption_->may_abort(std::move(groups));
   }
-  ticks_.set_exchange(std::move(exchange));
   if (slabs) {
     const Unlocked unlocked(mutex_);  // it may run Python code
     slabs->allocate();
   }
-  place_gradients();
+  const c10::AutoGradMode no_grad(false);
+  buckets_.place_gradients();
 }
 
 void Reducer::use_memory(std::shared_ptr<const RegisteredMemory> memory) {
   const std::lock_guard lock(mutex_);
   check_between_windows("where wires come from can be changed");
   memory_ = std::move(memory);
-  for (auto& bucket : buckets_.all()) bucket.wire.drop();  // gradients that live there move with the next exchange
+  for (auto& bucket : buckets_.all()) bucket.wire.give_back();  // gradients that live there move with the next way
 }
 
 void Reducer::become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
@@ -114,13 +122,13 @@ void Reducer::begin_forward(bool grad_enabled) {
     notice_failure();
     backwards_.forget();
     if (window_.is(WindowState::failed)) repair();
-    observer_.module_runs();
+    timeline_.happened(What::forward);
   }
   if (!grad_enabled) return;
   TORCH_CHECK(!window_.is(WindowState::partial), "fastddp: a forward began while gradients of the last window are missing");
   steps_.forward_begins();
   apply(WindowEvent::forward);
-  observer_.forward_begins(window_.ended());
+  timeline_.happened(What::opens);
 }
 
 // A forward inside a backward (activation checkpointing) belongs to the window that is reducing, and changes nothing.
@@ -156,7 +164,7 @@ void Reducer::note_backward() {
   backwards_.note([reducer = weak_from_this()] {
     if (const auto alive = reducer.lock()) alive->on_backward_end();
   });
-  observer_.backward_begins();
+  timeline_.happened(What::backward);
 }
 
 // Note [Before the first gradient]
@@ -225,9 +233,12 @@ void Reducer::on_local_gradient(size_t parameter, bool exclusive) {
   window_.note_local(parameter);
   if (buckets_.form().of_16_bits) buckets_.settle(parameter, exclusive);
   buckets_.mark(parameter);
-  if (!observer_.local_gradient() || !Backwards::is_inside_one()) return;
+  // Nobody reports when such a backward begins, so its first gradient counts.
+  if (timeline_.doing() == What::backward) return;
+  timeline_.happened(What::backward);
+  if (!Backwards::is_inside_one()) return;
   Backwards::when_this_one_ends([reducer = weak_from_this()] {
-    if (const auto alive = reducer.lock()) alive->observer()->local_backward_ends();
+    if (const auto alive = reducer.lock()) alive->timeline()->happened(What::after_backward);
   });
 }
 
@@ -235,10 +246,9 @@ void Reducer::begin_reduction(bool at_outputs) {
   note_backward();
   if (window_.is(WindowState::failed)) return;
   steps_.look_for_skipped();
-  if (window_.is(WindowState::finished)) observer_.another_window_begins();
   apply(WindowEvent::reduce);
-  observer_.reduction_begins(buckets_.size());
-  if (closing_.status_rides(ticks_.exchange())) ticks_.wait_before(ticks_.exchange().status_tick());
+  timeline_.happened(What::reduces);
+  if (closing_.status_rides(driver_)) driver_.wait_before(driver_.status_tick());
   if (at_outputs) reduction_.layers().remember();
   reduction_.begin();
 }
@@ -248,7 +258,7 @@ void Reducer::begin_reduction(bool at_outputs) {
 void Reducer::on_backward_end() {
   const std::lock_guard lock(mutex_);
   const c10::AutoGradMode no_grad(false);
-  const Observer::Backward ends(observer_);
+  const auto ends = c10::make_scope_exit([&] { timeline_.happened(What::after_backward); });
   const Interruption::Scope interruptible(*interruption_, buckets_.device());
   if (!window_.is(WindowState::reducing)) return;
   reduction_.take_unseen();
@@ -260,7 +270,7 @@ void Reducer::on_backward_end() {
   } else {
     reduction_.synchronise_local_gradients();
   }
-  observer_.gradients_computed();
+  timeline_.happened(What::computed);
   finish_window();
 }
 
@@ -271,31 +281,31 @@ void Reducer::finish_window() {
                 .lost_a_backward = backwards_.lost_one(),
                 .local = local_.are_watched() ? &local_ : nullptr,
                 .scale = local_.loss_scale()});
-  const Observer::Waits waits(observer_, ticks_.next());
-  ticks_.tick_to_the_end();
-  auto& exchange = ticks_.exchange();
-  const bool status_goes_first = exchange.starts_all_in_ticks();
-  if (status_goes_first) closing_.send_status(exchange);
-  ticks_.finish_all();
-  if (!status_goes_first) closing_.send_status(exchange);
+  const Timeline::Wait waits(timeline_, What::tick, driver_.next());
+  while (driver_.has_ticks_left()) reduction_.tick();
+  // A user's hook may start collectives in callbacks, at moments that differ between ranks. Nothing else may start in between.
+  const bool status_goes_first = driver_.way()->hook == nullptr;
+  if (status_goes_first) closing_.send_status(driver_);
+  driver_.finish_all();
+  if (!status_goes_first) closing_.send_status(driver_);
   // From here on we work on the caller's streams, which now wait for all gradients.
-  ticks_.join_current_streams();
-  observer_.closing_begins();
-  if (!closing_.receive_status(exchange)) {
+  driver_.join();
+  timeline_.happened(What::closing);
+  if (!closing_.receive_status(driver_)) {
     fail();
     TORCH_CHECK(false, closing_.failure().text(), see("FD010"));
   }
-  closing_.exchange_sparse_gradients(exchange);
-  closing_.exchange_late_gradients(exchange);
-  observer_.closing_ends();
+  closing_.exchange_sparse_gradients(driver_);
+  closing_.exchange_late_gradients(driver_);
+  timeline_.happened(What::closed);
   averaged_.closed();
-  local_.judge(window_.ended(), process_group_->getSize(), closing_, ticks_);
-  exchange.let_wires_go();
+  local_.judge(window_.ended(), process_group_->getSize(), closing_, *driver_.way());
+  driver_.give_back();
   apply(WindowEvent::finish);
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) buckets_.mark(parameter);
-  reduction_.window_finished(weighting_);
+  reduction_.window_finished();
   steps_.window_finished();
-  observer_.window_finished();
+  timeline_.happened(What::ends);
 }
 
 void Reducer::send_parameters(Gather& gather, size_t bucket, const at::Tensor& memory) {
@@ -304,15 +314,16 @@ void Reducer::send_parameters(Gather& gather, size_t bucket, const at::Tensor& m
            " wire=" + dtype_name(memory.scalar_type());
   });
   gather.start(bucket, memory);
-  observer_.parameters_sent(bucket);
+  timeline_.happened(What::sent, bucket);
 }
 
 void Reducer::await_parameters(Gather& gather, size_t bucket) {
-  const Observer::Gathers waits(observer_, bucket);
+  const Range range("await", [&] { return " bucket=" + std::to_string(bucket); });
+  const Timeline::Wait waits(timeline_, What::gather, bucket);
   try {
     gather.wait(bucket);
   } catch (...) {
-    observer_.parameters_failed();
+    timeline_.progress()->fails_for_others();
     throw;
   }
 }

@@ -9,17 +9,15 @@
 #include "autograd/backward.h"
 #include "autograd/grad_hooks.h"
 #include "bucket/buckets.h"
-#include "pipeline/exchange.h"
-#include "pipeline/user_code.h"
 #include "reducer/averaged.h"
 #include "reducer/closing.h"
 #include "reducer/layers.h"
 #include "reducer/local_gradients.h"
-#include "reducer/observer.h"
 #include "reducer/reduction.h"
 #include "reducer/steps.h"
-#include "reducer/ticks.h"
+#include "reducer/timeline.h"
 #include "transport/gather.h"
+#include "trip/driver.h"
 #include "waits/interruption.h"
 #include "window/window.h"
 
@@ -64,7 +62,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // An optimizer of the model begins or ends its step: note [Steps], steps.h.
   void note_optimizer(bool begins) {
     const std::lock_guard lock(mutex_);
-    observer_.optimizer_steps(begins);
+    timeline_.happened(begins ? What::optimizer : What::after_optimizer);
     if (!begins) steps_.optimizer_stepped();
   }
   // No optimizer steps with the gradients of this step. `only_if`: one element, on any device; if it is 0, one does step.
@@ -85,8 +83,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // What the gradients of coming windows count; weighting.h.
   void set_weighting(const Weighting& weighting) {
     const std::lock_guard lock(mutex_);
-    weighting_ = weighting;
-    ticks_.exchange().set_weighting(weighting);
+    driver_.set_weighting(weighting);
   }
 
   // Note [Layers that write gradients], layers.h.
@@ -102,7 +99,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::shared_ptr<Interruption> interruption() const { return interruption_; }
 
   // What has been observed, and what shall be.
-  Locked<Observer> observer() { return {std::unique_lock(mutex_), observer_}; }
+  Locked<Timeline> timeline() { return {std::unique_lock(mutex_), timeline_}; }
   // What is known of windows and their use of parameters. The same on all ranks, except the order of arrival.
   Locked<const Window> window() const { return {std::unique_lock(mutex_), window_}; }
 
@@ -143,7 +140,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // fp64, on the device of the first bucket. The host does not wait.
   at::Tensor measure() {
     const std::lock_guard lock(mutex_);
-    return ticks_.measure(window_);
+    TORCH_CHECK(window_.is(WindowState::finished),
+                "fastddp: the norm of gradients is known between the backward that synchronises them and the next forward, "
+                "not while the window is ",
+                to_string(window_.state()), ".");
+    return buckets_.measure();
   }
 
   // Replaces the buckets, between two windows.
@@ -160,13 +161,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
 
   // Each rank gets the averages of its own spans only, between two windows: Buckets::become_sharded(). Another plan, or null,
-  // ends that. The exchange has to be sharded too.
+  // ends that. The way of gradients has to be sharded too.
   void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
                       const std::vector<at::Tensor>& notices);
 
-  void set_exchange(std::shared_ptr<Exchange> exchange);
+  void set_way(std::shared_ptr<Way> way);
 
-  // Where the wires of coming exchanges come from; null: ordinary memory. Otherwise wires of a new plan wait for its exchange.
+  // Where the wires of coming ways come from; null: ordinary memory. Otherwise wires of a new plan wait for its way.
   void use_memory(std::shared_ptr<const RegisteredMemory> memory);
 
   WindowState state() {
@@ -193,26 +194,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Moves the window on. If a new window begins, resets what this object has for the old one.
   void apply(WindowEvent event) {
     if (window_.apply(event)) begin_window();
-    observer_.window_is(window_);
-  }
-  void own(Exchange& exchange) {
-    exchange.called_under(mutex_);
-    exchange.status_is_written_by([&, this](const at::Tensor& room) { closing_.write_status(exchange, room); });
+    timeline_.window(window_);
   }
   void begin_window() {
     buckets_.reset();
-    ticks_.reset();
+    driver_.begin_window();
     local_.reset();
     closing_.reset();
     reduction_.layers().reset();
-    observer_.window_begins();
+    timeline_.happened(What::window);
   }
-  void place_gradients() {
-    const c10::AutoGradMode no_grad(false);
-    buckets_.move_in(std::exchange(movable_, {}));
-    buckets_.place_main_gradients();
-  }
-
   // From a forward to a gradient.
   void on_backward_begin();
   void note_backward();
@@ -234,7 +225,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
   void fail() {
     apply(WindowEvent::fail);
-    observer_.window_failed();
+    timeline_.happened(What::fails);
   }
   void repair();
 
@@ -248,10 +239,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Averaged averaged_;
   Backwards backwards_;
   std::shared_ptr<const RegisteredMemory> memory_;  // null: ordinary memory
-  std::vector<size_t> movable_;                     // parameters whose gradients move into the next exchange's wires
-  Weighting weighting_;
-  Observer observer_;
-  Ticks ticks_;
+  Timeline timeline_;
+  Driver driver_;
   Steps steps_;
   Reduction reduction_;
   LocalGradients local_;

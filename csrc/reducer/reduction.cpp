@@ -10,13 +10,13 @@
 
 namespace fastddp {
 
-Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer,
+Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Driver& driver, Timeline& timeline,
                      std::mutex& lock)
     : reducer_(reducer),
       buckets_(buckets),
       window_(window),
-      ticks_(ticks),
-      observer_(observer),
+      driver_(driver),
+      timeline_(timeline),
       lock_(lock),
       shared_sums_(buckets, window),
       layers_(buckets, window),
@@ -45,7 +45,7 @@ void Reduction::begin() {
   if (window_.is_learning()) return layers_.remember();
   const c10::AutoGradMode no_grad(false);
   for (auto& bucket : buckets_.all()) {
-    bucket.use_placeholders([&](size_t member) { return !window_.waits_for(bucket.layout.parameter(member)); }, counts());
+    use_placeholders(bucket, [&](size_t member) { return !window_.waits_for(bucket.layout.parameter(member)); }, counts());
   }
   layers_.remember();
   start_complete_buckets();
@@ -70,26 +70,26 @@ void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool e
               see("FD006"));
   TORCH_CHECK(window_.ends_with_backward() || hook != Window::Hook::unexpected, "fastddp: ", buckets_.describe(parameter),
               kUsageChanged, see("FD007"));
-  if (is_gradient) observer_.gradient_ready(parameter);
+  if (is_gradient) timeline_.gradient(parameter);
   if (!buckets_.has(parameter)) return;
   const auto [index, member] = buckets_.place(parameter);
   auto& bucket = buckets_[index];
   bucket.window.producers.note(bucket.device());
   if (hook == Window::Hook::last) complete(bucket, member, exclusive);
   if (hook != Window::Hook::unexpected) return;
-  bucket.note_unexpected(member, layers_.have_written(parameter) ? at::Tensor() : incoming);
+  note_unexpected(bucket, member, layers_.have_written(parameter) ? at::Tensor() : incoming);
 }
 
 void Reduction::complete(Bucket& bucket, size_t member, bool exclusive) {
   const auto parameter = bucket.layout.parameter(member);
   if (window_.expects_all() || came(window_, buckets_, parameter)) {
-    if (bucket.window.left_in_place) bucket.leave_wire(member);
+    if (bucket.window.left_in_place) leave_wire(bucket, member);
     bucket.arrive(member, exclusive && !bucket.window.left_in_place);
-    ticks_.exchange().on_gradient(bucket, member);
+    driver_.gradient(bucket, member);
   } else {
-    bucket.use_placeholder(member, counts()(parameter));
+    use_placeholder(bucket, member, counts()(parameter));
   }
-  if (window_.count_down(parameter)) observer_.bucket_complete(bucket);
+  if (window_.count_down(parameter)) timeline_.happened(What::ready, bucket.index());
   start_complete_buckets();
 }
 
@@ -104,13 +104,13 @@ void Reduction::synchronise_local_gradients() {
 }
 
 void Reduction::complete_all_buckets() {
-  for (auto index = ticks_.next(); index < buckets_.size(); ++index) {
+  for (auto index = driver_.next(); index < buckets_.size(); ++index) {
     auto& bucket = buckets_[index];
     for (size_t member = 0; member < bucket.size(); ++member) {
       if (bucket.window[member].final || !came(window_, buckets_, bucket.layout.parameter(member))) continue;
       bucket.arrive(member, held_by_parameter_alone(bucket.held(member)));
     }
-    bucket.use_placeholders([&](size_t member) { return !bucket.window[member].final; }, counts());
+    use_placeholders(bucket, [&](size_t member) { return !bucket.window[member].final; }, counts());
   }
   window_.stop_waiting();
 }

@@ -5,12 +5,10 @@
 #include <vector>
 
 #include "bucket/buckets.h"
-#include "pipeline/user_code.h"
 #include "reducer/layers.h"
-#include "reducer/observer.h"
 #include "reducer/other_reducers.h"
 #include "reducer/shared_sums.h"
-#include "reducer/ticks.h"
+#include "reducer/timeline.h"
 #include "transport/weighting.h"
 #include "window/window.h"
 
@@ -30,7 +28,7 @@ inline bool came(const Window& window, const Buckets& buckets, size_t parameter)
 // All functions are called with the reducer's lock held, except begin_sum().
 class Reduction {
  public:
-  Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Ticks& ticks, Observer& observer, std::mutex& lock);
+  Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Driver& driver, Timeline& timeline, std::mutex& lock);
 
   Layers& layers() { return layers_; }
   SharedSums& shared_sums() { return shared_sums_; }
@@ -68,9 +66,15 @@ class Reduction {
   void complete_all_buckets();
 
   // The window has ended well.
-  void window_finished(const Weighting& weighting) {
+  void window_finished() {
     layers_.window_finished();
-    if (auto* const group = ticks_.exchange().group()) shared_sums_.note(weighting, group->getRank());
+    if (const auto& group = driver_.way()->all) shared_sums_.note(driver_.weighting(), group->getRank());
+  }
+
+  // The next tick, in which this thread may wait, or run a user's hook.
+  void tick() {
+    const Timeline::Wait waits(timeline_, driver_.way()->hook == nullptr ? What::tick : What::hook, driver_.next());
+    driver_.tick();
   }
 
   // The model's backward has collectives of its own over the same ranks: note [Order among collectives].
@@ -86,15 +90,15 @@ class Reduction {
   void start_complete_buckets() {
     if (is_conducted()) return;
     const auto turn = conduct();
-    const auto may_tick = [&] { return window_.is(WindowState::reducing) && !starts_at_end_ && !ticks_.next_waits(); };
-    while (may_tick() && window_.is_complete(ticks_.next())) ticks_.tick();
+    const auto may_tick = [&] { return window_.is(WindowState::reducing) && !starts_at_end_ && !driver_.next_waits(); };
+    while (may_tick() && window_.is_complete(driver_.next())) tick();
   }
 
   const Reducer& reducer_;
   Buckets& buckets_;
   Window& window_;
-  Ticks& ticks_;
-  Observer& observer_;
+  Driver& driver_;
+  Timeline& timeline_;
   std::mutex& lock_;
   Conductor conductor_;
   SharedSums shared_sums_;

@@ -11,7 +11,7 @@
 #include "autograd/backward.h"
 #include "bucket/buckets.h"
 #include "device/cuda_driver.h"
-#include "reducer/ticks.h"
+#include "trip/driver.h"
 #include "window/window.h"
 
 namespace fastddp {
@@ -26,18 +26,18 @@ namespace fastddp {
 // All functions are called with the reducer's lock held, except may_be_skipped().
 class Steps {
  public:
-  Steps(const Buckets& buckets, const Window& window, const Ticks& ticks) : buckets_(buckets), window_(window), ticks_(ticks) {}
+  Steps(const Buckets& buckets, const Window& window, Driver& driver) : buckets_(buckets), window_(window), driver_(driver) {}
 
   // A forward with gradients.
   void forward_begins() {
-    if (!are_seen_ && !window_.is(WindowState::reducing) && !adds_up()) ticks_.exchange().keep();
+    if (!are_seen_ && !window_.is(WindowState::reducing) && !adds_up()) driver_.keep();
   }
   // An optimizer of the model has stepped.
   void optimizer_stepped() {
     are_seen_ = true;
     is_unstepped_ = false;
     stepped_in_window_ = window_.has_begun();
-    if (!stepped_in_window_ && !window_.is(WindowState::failed)) ticks_.exchange().keep();
+    if (!stepped_in_window_ && !window_.is(WindowState::failed)) driver_.keep();
   }
   // As Reducer::discard_step().
   void discard(at::Tensor only_if) {
@@ -47,7 +47,7 @@ class Steps {
     }
     is_unstepped_ = false;
     const c10::AutoGradMode no_grad(false);
-    ticks_.exchange().undo(only_if);
+    driver_.undo(only_if);
   }
 
   // Whether to look for a skipped step: at most once in each backward. Without the lock.
@@ -61,13 +61,13 @@ class Steps {
       if (buckets_.still_holds(parameter)) return;
     }
     is_unstepped_ = false;
-    if (!window_.is(WindowState::failed)) ticks_.exchange().undo({});
+    if (!window_.is(WindowState::failed)) driver_.undo({});
   }
 
   // The window has ended well.
   void window_finished() {
     is_unstepped_ = !stepped_in_window_;
-    if (std::exchange(stepped_in_window_, false)) ticks_.exchange().keep();
+    if (std::exchange(stepped_in_window_, false)) driver_.keep();
   }
   // The window was void, or of other ranks only.
   void forget_window() { stepped_in_window_ = is_unstepped_ = false; }
@@ -81,7 +81,7 @@ class Steps {
 
   const Buckets& buckets_;
   const Window& window_;
-  const Ticks& ticks_;
+  Driver& driver_;
   bool are_seen_ = false;                  // an optimizer of this model has been seen to step
   bool stepped_in_window_ = false;         // an optimizer has stepped inside this backward
   std::atomic<bool> is_unstepped_{false};  // no optimizer has stepped since the last window

@@ -89,10 +89,10 @@ void Driver::tick() {
   check_fits();
   in_window_ = true;
   const bool begins = ticks_ < travels_.size();
-  if (begins) moments_.bucket_starts(*travels_[ticks_].bucket);
+  if (begins) moments_.happened(What::starts, ticks_);
   enter_stages(ticks_, std::nullopt);
-  if (begins) moments_.bucket_started(*travels_[ticks_].bucket);
-  if (ticks_ >= lag()) moments_.bucket_fully_started(*travels_[ticks_ - lag()].bucket);
+  if (begins) moments_.happened(What::started, ticks_);
+  if (ticks_ >= lag()) tell_when_arrived(*travels_[ticks_ - lag()].bucket);
   ++ticks_;
   finish_arrived();
 }
@@ -283,7 +283,11 @@ bool Driver::has_arrived(const Bucket& bucket) {
   });
 }
 
-void Driver::when_arrived(const Bucket& bucket, const std::function<void()>& call) {
+// On a device with streams the call may come sooner, with a current stream that waits for the collective. It never comes if the
+// process group has no futures.
+void Driver::tell_when_arrived(const Bucket& bucket) {
+  const auto call = moments_.when_arrived(bucket.index());
+  if (call == nullptr) return;
   const auto by = carrier(travels_[bucket.index()], lag());
   Works works;
   for (const auto& piece : by.travel->at(by.stage).pieces) works.insert(works.end(), piece.works.begin(), piece.works.end());
@@ -302,7 +306,7 @@ void Driver::finish_arrived() {
 
 void Driver::finish_all() {
   while (finished_ < travels_.size()) {
-    moments_.bucket_awaited(*travels_[finished_].bucket);
+    moments_.happened(What::finish, finished_);
     finish_next();
   }
 }
@@ -311,7 +315,7 @@ void Driver::finish_next() {
   const auto on_side_streams = buckets_.side_streams().make_current();
   auto& travel = travels_[finished_++];
   finish(travel);
-  moments_.bucket_finished(*travel.bucket);
+  moments_.happened(What::finished, travel.bucket->index());
   note_use_of_wire(*travel.bucket, travel.bucket->wire.tensor());
   on_finished_(*travel.bucket);
 }

@@ -7,10 +7,11 @@
 #include <optional>
 #include <vector>
 
-#include "trip/trips.h"
-#include "trip/user_code.h"
+#include "pages/snapshot.h"
 #include "transport/weighting.h"
 #include "transport/works.h"
+#include "trip/trips.h"
+#include "trip/user_code.h"
 
 namespace fastddp {
 
@@ -47,13 +48,9 @@ namespace fastddp {
 class Moments {
  public:
   virtual ~Moments() = default;
-  // Before and after a bucket's first collective starts, and after its last one has.
-  virtual void bucket_starts(const Bucket& bucket) = 0;
-  virtual void bucket_started(const Bucket& bucket) = 0;
-  virtual void bucket_fully_started(const Bucket& bucket) = 0;
-  // The calling thread may now wait for the bucket.
-  virtual void bucket_awaited(const Bucket& bucket) = 0;
-  virtual void bucket_finished(const Bucket& bucket) = 0;
+  virtual void happened(What what, size_t bucket) = 0;
+  // Returns what to call, from any thread, when a bucket's last collective, which has started, is done; null: nothing.
+  virtual std::function<void()> when_arrived(size_t bucket) const = 0;
 };
 
 // All functions are called under the reducer's lock. It is released while users' code runs or is waited for (note [User code],
@@ -89,17 +86,12 @@ class Driver {
   size_t next() const { return ticks_; }
   // If it raised, its next call starts only the rest.
   void tick();
-  void tick_to_the_end() {
-    while (ticks_ < ticks()) tick();
-  }
+  bool has_ticks_left() const { return ticks_ < ticks(); }
   // This window's tick that waits for the end of backward, with all that follow; none: those up to the last bucket do not wait.
   void wait_before(std::optional<size_t> tick) { waits_ = tick; }
   bool next_waits() const { return waits_ && ticks_ >= *waits_; }
   // Ends the trips of all buckets that have not ended yet.
   void finish_all();
-  // Calls `call` when the last collective of the bucket is done, from any thread. On a device with streams the call may come
-  // sooner, with a current stream that waits for the collective. It never comes if the process group has no futures.
-  void when_arrived(const Bucket& bucket, const std::function<void()>& call);
   // Makes the current streams wait for all that the ends of trips have begun.
   void join();
   // The window has ended, and the current streams have waited for all of its work: note [Lent wires], bucket/wire.h.
@@ -153,6 +145,7 @@ class Driver {
   void start_shared(size_t tick);
   void complete(Travel& travel, size_t stage, Piece& piece);
   void arrive(Travel& travel, size_t stage);
+  void tell_when_arrived(const Bucket& bucket);
   bool has_arrived(const Bucket& bucket);
   void finish_arrived();
   void finish_next();

@@ -46,6 +46,8 @@ struct Way {
   std::shared_ptr<Hook> hook = nullptr;
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> hook_groups = {};  // that it may send over, too
 
+  bool is_taken = false;  // by a reducer
+
   // All groups that it sends over.
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const;
   // Collectives of buckets are dealt over lanes in turn. Null: there are fewer lanes, or buckets do not travel by collectives.

@@ -47,30 +47,31 @@ std::string where(const Record& record) {
   if (!record.other_model.empty()) return "waiting for " + record.other_model;
   if (record.device == Record::Device::waits) return "waiting for " + bucket(record) + " on the device";
   switch (record.doing) {
-    case Doing::nothing:
+    case What::nothing:
       return "before its first step";
-    case Doing::forward:
+    case What::forward:
       return "in forward";
-    case Doing::after_forward:
+    case What::after_forward:
       return "between forward and backward";
-    case Doing::backward:
+    case What::backward:
       return "in backward" + missing(record) + last(record);
-    case Doing::tick:
-    case Doing::finish:
-    case Doing::gather:
+    case What::tick:
+    case What::finish:
+    case What::gather:
       return (record.waits() ? "waiting for " : "in the communication hook of ") + bucket(record);
-    case Doing::closing:
+    case What::closing:
       return "waiting for the end of the step, after all buckets";
-    case Doing::after_backward:
+    case What::after_backward:
       return "past its backward (an optimizer's step has not begun)";
-    case Doing::optimizer:
+    case What::optimizer:
       return "in the optimizer's step";
-    case Doing::after_optimizer:
+    case What::after_optimizer:
       return "between two steps";
-    case Doing::agree:
+    case What::agree:
       return "waiting for the other ranks, in a collective that fastddp makes beside the gradients'";
+    default:
+      return "";
   }
-  return "";
 }
 
 // Stands for the processes of all ranks that a finding is about.
@@ -115,17 +116,17 @@ Cause cause_of(const Record& record) {
   if (record.still < kGoesOn) return Cause::slow;
   if (record.device == Record::Device::computes) return Cause::device;
   switch (record.doing) {
-    case Doing::forward:
+    case What::forward:
       return Cause::forward;
-    case Doing::after_forward:
+    case What::after_forward:
       return Cause::loss;
-    case Doing::backward:
+    case What::backward:
       return Cause::backward;
-    case Doing::tick:
+    case What::tick:
       return Cause::hook;
-    case Doing::after_backward:
+    case What::after_backward:
       return Cause::after_backward;
-    case Doing::optimizer:
+    case What::optimizer:
       return Cause::optimizer;
     default:
       return Cause::outside;
@@ -159,7 +160,7 @@ Prospect prospect(const std::vector<Finding>& findings, const std::vector<Record
 
 // Whether it ended without a known error, outside of a step: its page is gone with it, or says so.
 bool has_ended_in_order(const Record& record) {
-  const bool is_between = record.doing == Doing::after_backward || record.doing == Doing::after_optimizer;
+  const bool is_between = record.doing == What::after_backward || record.doing == What::after_optimizer;
   return record.is_stale || (record.process_ends && is_between && !record.has_raised());
 }
 

@@ -45,9 +45,9 @@ Speakers& speakers() {
 constexpr double kUntilAllStand = 2.0;  // seconds
 
 // Nobody ends there in good order.
-bool is_in_a_call(Doing doing) {
-  return doing != Doing::nothing && doing != Doing::after_forward && doing != Doing::after_backward &&
-         doing != Doing::after_optimizer;
+bool is_in_a_call(What doing) {
+  return doing != What::nothing && doing != What::after_forward && doing != What::after_backward &&
+         doing != What::after_optimizer;
 }
 
 }  // namespace
@@ -84,7 +84,7 @@ bool StallWatch::leaves_others() {
   const auto own = progress_->read();
   const bool ends_in_a_call = is_in_a_call(own.doing);
   return std::ranges::any_of(node_.records(), [&](const Record& of) {
-    const bool is_in_step = (of.doing >= Doing::forward && of.doing <= Doing::closing) || of.waits();
+    const bool is_in_step = (of.doing >= What::forward && of.doing <= What::closing) || of.waits();
     const bool is_left = ends_in_a_call || (is_in_step && of.windows >= own.windows);
     return of.life != Life::gone && !of.process_ends && is_left;
   });

@@ -119,7 +119,7 @@ struct Reader {
  private:
   void read(std::string& field) const { field = value; }
   void read(Life& field) const { field = named(value, Life::unknown); }
-  void read(Doing& field) const { field = named(value, Doing::agree); }
+  void read(What& field) const { field = named(value, What::agree); }
   void read(Record::Device& field) const { field = named(value, Record::Device::computes); }
   void read(std::vector<std::string>& field) const { field.push_back(value); }
   void read(std::vector<size_t>& field) const { field = numbers_in(value); }
@@ -168,8 +168,8 @@ std::vector<size_t> numbers_in(const std::string& ranges) {
 bool Record::waits() const {
   if (!other_model.empty()) return true;
   if (device != Device::with_host) return device == Device::waits;
-  return doing == Doing::finish || doing == Doing::closing || doing == Doing::gather || doing == Doing::agree ||
-         (doing == Doing::tick && !runs_user_code);
+  return doing == What::finish || doing == What::closing || doing == What::gather || doing == What::agree ||
+         (doing == What::tick && !runs_user_code);
 }
 
 Record record_of(const Snapshot& snapshot, Life life, double still) {
@@ -180,8 +180,8 @@ Record record_of(const Snapshot& snapshot, Life life, double still) {
   record.written = ms_since_1970();
   record.still = still;
   record.state = to_string(WindowState(std::min(snapshot.state, static_cast<uint32_t>(WindowState::failed))));
-  record.of_parameters = snapshot.doing == Doing::gather;
-  if (snapshot.doing != Doing::tick && snapshot.doing != Doing::finish && !record.of_parameters) record.bucket.reset();
+  record.of_parameters = snapshot.doing == What::gather;
+  if (snapshot.doing != What::tick && snapshot.doing != What::finish && !record.of_parameters) record.bucket.reset();
   if (snapshot.device_wait) {
     record.device = snapshot.device_wait->has_begun ? Record::Device::waits : Record::Device::computes;
     record.bucket = snapshot.device_wait->bucket;

@@ -50,7 +50,7 @@ struct Record : OfProcess, Position, OfGradients, BesideThePage {
   bool waits() const;
   // Whether its backward has raised, or a collective outside of it has failed, in an open step: mostly due to another rank.
   bool has_raised() const {
-    const bool in_backward = doing == Doing::after_backward && state == to_string(WindowState::reducing);
+    const bool in_backward = doing == What::after_backward && state == to_string(WindowState::reducing);
     return !is_stale && (fails_for_others || in_backward);
   }
 };

@@ -166,15 +166,15 @@ void StallWatch::look() {
 bool StallWatch::stands_still(double still, double patience) const {
   if (still < patience) return false;
   switch (seen_.pulse.doing) {
-    case Doing::tick:
-    case Doing::finish:
-    case Doing::closing:
-    case Doing::gather:
-    case Doing::agree:
+    case What::tick:
+    case What::finish:
+    case What::closing:
+    case What::gather:
+    case What::agree:
       return true;
-    case Doing::forward:
-    case Doing::backward:
-    case Doing::optimizer:
+    case What::forward:
+    case What::backward:
+    case What::optimizer:
       return seen_.pulse.windows > 0;
     default:
       return seen_.pulse.device_wait && seen_.pulse.device_wait->has_begun;

@@ -145,7 +145,7 @@ class StallWatch {
   // The record in the store.
   struct Written {
     Clock::time_point at = {};
-    std::optional<Doing> doing = {};  // none: not in this window
+    std::optional<What> doing = {};  // none: not in this window
     double until_again;               // seconds
   };
   // Reports of this window, or of the last one that had any.

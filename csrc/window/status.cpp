@@ -191,7 +191,7 @@ void WindowStatus::arrive_later(size_t window) {
   const auto header = at::empty({kHeader}, on_host(sums_.device()));
   header.copy_(sums_.narrow(0, 0, kHeader).to(at::kFloat), /*non_blocking=*/true);
   const auto model = static_cast<size_t>(place_[0]);
-  arriving_.push_back({window, model, sums_.device(), header, factor_, Moment::without_time(sums_.device())});
+  arriving_.push_back({window, model, sums_.device(), header, factor_, DeviceMoment::without_time(sums_.device())});
 }
 
 std::optional<WindowStatus::Failure> WindowStatus::take_late_failure() {

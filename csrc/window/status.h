@@ -98,7 +98,7 @@ class WindowStatus {
     c10::Device device;
     at::Tensor on_host;
     double factor;
-    Moment copied;
+    DeviceMoment copied;
   };
 
   using Numbers = std::vector<float>;
