@@ -13,6 +13,7 @@
 #include "pipeline/user_code.h"
 #include "reducer/averaged.h"
 #include "reducer/closing.h"
+#include "reducer/layers.h"
 #include "reducer/local_gradients.h"
 #include "reducer/observer.h"
 #include "reducer/reduction.h"
