@@ -21,8 +21,7 @@ class Averaged {
   // `lock`: callers of these functions hold it; the callback runs without it.
   Averaged(const Buckets& buckets, const Window& window, std::mutex& lock) : buckets_(buckets), window_(window), lock_(lock) {}
 
-  // Calls back when the gradients of these parameters are final and averaged: inside the backward, on the stream that wrote
-  // them.
+  // When gradients are final and averaged, calls back: inside the backward, on the stream that wrote them.
   void call(Callback callback) { callback_ = std::move(callback); }
 
   // The exchange has written the bucket's gradients, on the current stream.
@@ -51,8 +50,8 @@ class Averaged {
     return those(buckets_.parameters().size(),
                  [this](size_t parameter) { return window_.arrival(parameter) != Arrival::none; });
   }
-  // Parameters of which a gradient that stayed on this rank is still there. Empty in a window that has begun to reduce. The host
-  // waits for the device, if there are local gradients.
+  // Parameters of which a gradient that stayed on this rank is still there. Empty in a window that has begun to reduce. If
+  // there are local gradients, the host waits for the device.
   std::vector<size_t> never() const {
     if (!window_.is(WindowState::accumulating) && !window_.is(WindowState::armed)) return {};
     return those(buckets_.parameters().size(), [this](size_t parameter) {

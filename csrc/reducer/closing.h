@@ -62,8 +62,8 @@ class Closing {
   }
   // Unless it rides.
   void send_status(const Driver& driver);
-  // Whether the window is well on all other ranks. If it is, learns which parameters are used. On a device with streams the host
-  // waits only if it needs the status to go on; otherwise the status arrives later.
+  // Whether no other rank has failed. If none has, learns which parameters are used. On a device with streams the host waits
+  // only if it needs the status to go on; otherwise the status arrives later.
   bool receive_status(Driver& driver);
   // Whether an earlier window has failed on another rank, as its status says that has arrived by now.
   bool has_failed_late() {
