@@ -17,8 +17,7 @@ from fastddp.config import Config
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, check_wire
 from fastddp.exchange.in_force import InForce
 from fastddp.exchange.of_model import OfModel
-from fastddp.exchange.sharded import check_shardable, in_shards
-from fastddp.exchange.two_level import in_levels
+from fastddp.exchange.ways import check_shardable, way_of
 from fastddp.module.main_gradients import MainGradients, without_memory
 from fastddp.module.nested import tensors_in
 from fastddp.module.numbering import ModelNumber
@@ -218,7 +217,7 @@ class Engine:
         setting = self.now.setting
         check_exchange(self.recipe.gradient_average, exchange)
         check_wire(exchange, setting)
-        self.reducer.set_exchange(in_levels(in_shards(exchange, setting), setting).make(setting))
+        self.reducer.set_way(way_of(exchange, setting))
         self.now.exchange = exchange
 
     # -------------------------------------------------------------------------------------------------- its buckets

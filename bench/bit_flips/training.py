@@ -188,7 +188,7 @@ def travel_over(group: dist.ProcessGroup, model: fastddp.DistributedDataParallel
     setting = dataclasses.replace(model.engine.now.setting, several_lanes=True)
     by_messages = mock.patch.object(descriptions, "processes_of", return_value=())
     with mock.patch.object(descriptions, "lanes_for", return_value=[group]), by_messages:
-        model.reducer.set_exchange(model.engine.now.exchange.make(setting))
+        model.reducer.set_way(model.engine.now.exchange.make(setting))
 
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:

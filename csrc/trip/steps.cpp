@@ -7,15 +7,12 @@
 #include "bucket/packing.h"
 
 namespace fastddp {
-namespace {
 
 std::vector<size_t> first_numbers(size_t count) {
   std::vector<size_t> numbers(count);
   std::iota(numbers.begin(), numbers.end(), 0);
   return numbers;
 }
-
-}  // namespace
 
 Spans spans_of(const Bucket& bucket) {
   const auto& layout = bucket.layout;

@@ -5,6 +5,9 @@
 
 namespace fastddp {
 
+// 0 to count - 1.
+std::vector<size_t> first_numbers(size_t count);
+
 // Spans of all members of a bucket, or of this rank's run of it.
 Spans spans_of(const Bucket& bucket);
 Spans spans_of_run(const Bucket& bucket, const Sharding& sharding);

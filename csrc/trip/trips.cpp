@@ -343,7 +343,7 @@ Trip by_hook(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Sla
   };
   add_stages(trip, {{way.hook}, whole}, stage);
   trip.gradient = [](Travel& travel, size_t member) { pack_on_arrival(*travel.bucket, member, travel.scale); };
-  trip.end = [](Travel& travel) { unpack(*travel.bucket, travel.at(0).pieces.front().sum); };
+  trip.end = [](Travel& travel) { unpack(*travel.bucket, std::exchange(travel.at(0).pieces.front().sum, {})); };
   trip.recover = [](Travel&) {};
   trip.late = [hook = way.hook](Bucket& bucket, double) { return hook->start_late(bucket); };
   return trip;
@@ -356,7 +356,7 @@ Trip nowhere(Travels& travels) {
   Stage stage;
   stage.write = [](Travel& travel) {
     wait_for_gradients(*travel.bucket);
-    for (size_t member = 0; member < travel.bucket->size(); ++member) measure_local(*travel.bucket, std::array{member});
+    measure_local(*travel.bucket, first_numbers(travel.bucket->size()));
     return at::Tensor();
   };
   trip.stages.push_back(stage);

@@ -300,7 +300,7 @@ class Block8(Pipelined):
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""
         return setting.group_for(self.state.process_group)
 
-    def make(self, setting: Setting) -> _C.Pipeline:
+    def make(self, setting: Setting) -> _C.Way:
         """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
         state, group = self.state, self.group(setting)
         if setting.corruption:
@@ -318,8 +318,7 @@ class Block8(Pipelined):
         )
         state.was_loaded = False
         # All ranks exchange with all, as on one node: a sum inside each node first would round once more.
-        transport = _C.Transport.sharded_sum(setting.lanes_over(group), [0] * group.size(), setting.device)
-        return _C.Pipeline(codec, transport)
+        return _C.Way(codec, setting.lanes_over(group), nodes=[0] * group.size())
 
 
 class Block8Schedule:

@@ -25,7 +25,7 @@ from fastddp.compression.power_sgd_loading import check_memory
 from fastddp.compression.saved_state import SavedState, check_model, replace, warn_of_ranks
 from fastddp.errors import see
 from fastddp.exchange.descriptions import Pipelined, Setting
-from fastddp.exchange.two_level import for_shards
+from fastddp.exchange.ways import for_shards
 from fastddp.kernel_loading.launching import load_kernels, load_low_rank_kernels
 
 logger = logging.getLogger("fastddp.power_sgd")
@@ -371,7 +371,7 @@ class PowerSGD(Pipelined):
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""
         return setting.group_for(self.state.process_group)
 
-    def make(self, setting: Setting) -> _C.Pipeline:
+    def make(self, setting: Setting) -> _C.Way:
         """As :meth:`fastddp.exchange.descriptions.Exchange.make`."""
         state = self.state
         self._load_kernels(setting)
@@ -386,7 +386,7 @@ class PowerSGD(Pipelined):
             first_window=state.iter,
             wire=self.wire,
         )
-        return _C.Pipeline(codec, _C.Transport.all_reduce([setting.carrier_of(self.group(setting))]))
+        return _C.Way(codec, [setting.carrier_of(self.group(setting))])
 
     def _load_kernels(self, setting: Setting) -> None:
         setting.load_kernels(self.wire)

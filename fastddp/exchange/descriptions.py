@@ -1,4 +1,4 @@
-"""Descriptions of how gradients travel: which exchange (``csrc/pipeline/exchange.h``) a reducer runs, and how."""
+"""Descriptions of how gradients travel. Each makes a way (``csrc/trip/trips.h``), which a reducer takes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Setting:
     hierarchy: Hierarchy | None = None
     """Which ranks of ``process_group`` share a node; None: there is one level."""
     between_nodes: dist.ProcessGroup | None = None
-    """The ranks to exchange with, whatever group an exchange names: see :func:`.two_level.for_shards`."""
+    """The ranks to exchange with, whatever group an exchange names: see :func:`.ways.for_shards`."""
     spans: Spans | None = None
     """What this rank exchanges between nodes; None: all of each gradient."""
     sharding: _C.Sharding | None = None
@@ -110,22 +110,18 @@ class Exchange:
         """The ranks that exchange gradients with this rank, which is among them; None: this rank keeps its own."""
         raise NotImplementedError
 
-    def make(self, setting: Setting) -> _C.Exchange:
-        """Make the exchange for one reducer, and load the kernels that it needs."""
+    def make(self, setting: Setting) -> _C.Way:
+        """Make the way for one reducer, in one level, and load the kernels that it needs."""
         raise NotImplementedError
 
 
 class Pipelined(Exchange):
-    """An exchange of codecs and transports, which can be combined with others, and go between nodes."""
+    """An exchange by a codec, which can go between nodes, and by which a rank can get its own part alone."""
 
     takes_whole_parameters: ClassVar[bool] = False
     """Whether it needs whole gradients, for example to read them as matrices."""
     remembers: ClassVar[bool] = False
     """Whether a window depends on earlier ones: then NaN would stay, and it needs an average, not a sum."""
-
-    def make(self, setting: Setting) -> _C.Pipeline:
-        """As :meth:`Exchange.make`."""
-        raise NotImplementedError
 
 
 Schedule = Callable[[int], Exchange]
@@ -169,27 +165,24 @@ class AllReduce(Pipelined):
         """As :meth:`Exchange.group`."""
         return setting.group_for(self.process_group)
 
-    def make(self, setting: Setting) -> _C.Pipeline:
+    def make(self, setting: Setting) -> _C.Way:
         """As :meth:`Exchange.make`."""
         setting.load_kernels(self.wire)
-        return _C.Pipeline(_C.Codec.cast(self.wire), self._transport(setting))
-
-    def _transport(self, setting: Setting) -> _C.Transport:
-        group = self.group(setting)
+        codec, group = _C.Codec.cast(self.wire), self.group(setting)
         check_numbers(group)
         lanes = setting.lanes_over(group)
         over_gloo = backend_of(group, setting.device) == dist.Backend.GLOO
         wire, accumulate = self.wire, self.accumulate
         if wire is not None and wire.itemsize == 2 and (accumulate == "fp32" or (accumulate is None and over_gloo)):
             load_sum_kernels({tensor.device for tensor in setting.parameters}, wire)
-            # Only over gloo on the CPU do nodes make a difference: transport.h.
+            # Only over gloo on the CPU do nodes make a difference: Way::meet().
             in_pairs = over_gloo and setting.device.type == "cpu"
             nodes = nodes_of(group) if in_pairs else [0] * group.size()
-            return _C.Transport.sharded_sum(lanes, nodes, setting.device)
+            return _C.Way(codec, lanes, nodes=nodes)
         if setting.reads_pay and self._adds_alike(setting) and reads_beat_allreduces(group, setting.device):
-            return _C.Transport.sharded_sum(lanes, [0] * group.size(), setting.device)
+            return _C.Way(codec, lanes, nodes=[0] * group.size())
         divides = setting.divide_in_collective and group is setting.process_group  # no other group was tried
-        return _C.Transport.all_reduce(lanes, divides)
+        return _C.Way(codec, lanes, divides=divides)
 
     def _adds_alike(self, setting: Setting) -> bool:
         """Whether sums of our own have the bits of an allreduce of two ranks: for 16 bits they would be in fp32."""
@@ -204,11 +197,11 @@ class Noop(Exchange):
     def group(self, setting: Setting) -> None:
         """As :meth:`Exchange.group`."""
 
-    def make(self, setting: Setting) -> _C.Exchange:
+    def make(self, setting: Setting) -> _C.Way:
         """As :meth:`Exchange.make`."""
         if setting.corruption:
             setting.load_kernels()
-        return _C.Exchange.noop()
+        return _C.Way.nowhere()
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,14 +215,14 @@ class PythonHook(Exchange):
         """As :meth:`Exchange.group`; the ranks of the hook itself are not known."""
         return setting.process_group
 
-    def make(self, setting: Setting) -> _C.Exchange:
+    def make(self, setting: Setting) -> _C.Way:
         """As :meth:`Exchange.make`."""
         setting.load_kernels()
         name = _name_of(self.hook)
         hook = _returning_futures(self.hook, name)
         held = (self.state, *getattr(self.state, "__dict__", {}).values())
         groups = [one for one in held if isinstance(one, dist.ProcessGroup)]  # over which it sends, as torch's hooks do
-        return _C.Exchange.python_hook(self.state, hook, name, setting.process_group, groups)
+        return _C.Way.by_hook(self.state, hook, name, setting.process_group, groups)
 
 
 def _name_of(hook: Callable[..., object]) -> str:

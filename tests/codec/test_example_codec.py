@@ -41,7 +41,7 @@ def trained(rank: int, library: Path, fails_in: int | None) -> Tensor:
     for _ in range(2):
         model(1.0).backward()  # buckets are rebuilt, with the exchange that the model knows of
     codec = import_library(library).RandomK(k=KEPT, seed=7)
-    model.reducer.set_exchange(_C.Pipeline(codec, _C.Transport.all_reduce([model.process_group])))
+    model.reducer.set_way(_C.Way(codec, [model.process_group]))
     total = torch.zeros(3, 24, 8)
     for window in range(WINDOWS):
         model.zero_grad()

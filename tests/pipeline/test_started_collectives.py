@@ -63,9 +63,8 @@ def in_pieces(rank: int, wire: torch.dtype | None, elements: int, raises_in: int
     for step in range(5):
         model.zero_grad()
         if step == 2:
-            lanes, cpu = [model.process_group, faulty], torch.device("cpu")
-            transport = _C.Transport.sharded_sum(lanes, [0, 0], cpu) if wire else _C.Transport.all_reduce(lanes)
-            model.reducer.set_exchange(_C.Pipeline(_C.Codec.cast(wire), transport))
+            lanes = [model.process_group, faulty]
+            model.reducer.set_way(_C.Way(_C.Codec.cast(wire), lanes, nodes=[0, 0] if wire else []))
             faulty.raises_in = raises_in if rank == 0 else -1
         backward(model(torch.tensor((rank + 1.0) * 2**step)), fails=step == 2)
         if step != 2:
@@ -194,11 +193,11 @@ def users_allreduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.
 
 @on_ranks(2)
 def test_an_exchange_of_another_reducer_is_refused(rank: int) -> None:
-    noop = _C.Exchange.noop()
+    noop = _C.Way.nowhere()
     first, second = wrapped(), wrapped()
-    first.reducer.set_exchange(noop)
+    first.reducer.set_way(noop)
     with pytest.raises(ValueError, match=r"(?s)belongs to one reducer.*Make another one"):
-        second.reducer.set_exchange(noop)
+        second.reducer.set_way(noop)
     second(local_input(rank)).backward()  # its own is still there
 
 
@@ -214,7 +213,7 @@ def test_collectives_hold_no_python_objects_but_a_users_hook_runs_as_torch_runs_
     if hook is not None:
         model.register_comm_hook(group, hook)
     else:
-        model.reducer.set_exchange(_C.Pipeline(_C.Codec.cast(None), _C.Transport.all_reduce([group])))
+        model.reducer.set_way(_C.Way(_C.Codec.cast(None), [group]))
     model(torch.tensor([rank])).backward()
     assert len(group.sees_python_objects) >= (3 if hook is None else 1)
     assert any(group.sees_python_objects) == (hook is not None and BACKWARD_HAS_CONTEXT)

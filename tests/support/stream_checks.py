@@ -185,7 +185,7 @@ def gradients_that_stay_are_measured_after_they_were_made() -> None:
     accumulate_on([stream(), stream()], of)
     engine = reducer(of)
     engine.watch_local_gradients(True)
-    engine.set_exchange(_C.Exchange.noop())
+    engine.set_way(_C.Way.nowhere())
     for step in range(1, 4):
         with_zeros(of)
         backward(engine, [times(second, step), times(first, 10 * step)])
@@ -371,7 +371,7 @@ def wires_of_a_slab_are_written_after_what_was_there() -> None:
         before = torch.full((2**21 // 4,), 7.0, device=DEVICE)
         copies = [before * 1]
         del before
-        engine.set_exchange(_C.Pipeline(_C.Codec.cast(None), _C.Transport.all_reduce([group()])))
+        engine.set_way(_C.Way(_C.Codec.cast(None), [group()]))
     backward(engine, [times(second, 5), times(first, 3)])
     results = first.grad * 1, second.grad * 1
     expect_nobody_writes_to(copies)
@@ -385,8 +385,7 @@ Installs = Callable[[_C.Reducer, Sequence[nn.Parameter]], None]
 
 
 def sums_in_fp32(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
-    transport = _C.Transport.sharded_sum([group()], [0] * RANKS, DEVICE)
-    engine.set_exchange(_C.Pipeline(_C.Codec.cast(torch.float16), transport))
+    engine.set_way(_C.Way(_C.Codec.cast(torch.float16), [group()], nodes=[0] * RANKS))
 
 
 def factors(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
@@ -398,13 +397,13 @@ def factors(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     settings = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "first_window": 0, "wire": None}
     load_low_rank_kernels([(DEVICE, torch.float32)], 1)
     codec = _C.Codec.low_rank(memory, [], **settings)
-    engine.set_exchange(_C.Pipeline(codec, _C.Transport.all_reduce([group()])))
+    engine.set_way(_C.Way(codec, [group()]))
 
 
 def eight_bits(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     load_block8_kernels([(DEVICE, torch.float32)], "int8", 128, False)
     codec = _C.Codec.block8("int8", 128, _C.Block8Errors(), seed=None, first_window=0, rank=0)
-    engine.set_exchange(_C.Pipeline(codec, _C.Transport.sharded_sum([group()], [0] * RANKS, DEVICE)))
+    engine.set_way(_C.Way(codec, [group()], nodes=[0] * RANKS))
 
 
 def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
@@ -413,9 +412,9 @@ def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     names = [f"p{index}" for index in range(len(of))]
     plan = [[5, 4], [3, 2], [1, 0]] if len(of) == 6 else [[1], [0]]
     shards = _C.Sharding(list(of), names, plan, ranks=RANKS, rank=0, whole=False)
-    how = {"remembers": False, "spreads": True}
-    between = _C.Pipeline(_C.Codec.cast(torch.float16), _C.Transport.all_reduce([group()]))
-    engine.set_exchange(_C.Pipeline.two_levels(between, shards, all=group(RANKS**2), node=[group()], **how))
+    way = _C.Way(_C.Codec.cast(torch.float16), [group()])
+    way.in_two_levels(group(RANKS**2), [group()], shards, remembers=False)
+    engine.set_way(way)
 
 
 def a_matrix_and_a_vector(own: torch.Stream) -> list[nn.Parameter]:
@@ -498,8 +497,9 @@ def sharded(engine: _C.Reducer, of: Sequence[nn.Parameter], plan: list[list[int]
         for bucket in range(len(plan))
     ]
     engine.become_sharded(sharding, holders, [torch.empty(0) for _ in of])
-    whole = _C.Pipeline(_C.Codec.cast(wire), _C.Transport.all_reduce([group()]))
-    engine.set_exchange(_C.Pipeline.sharded(whole, sharding))
+    way = _C.Way(_C.Codec.cast(wire), [group()])
+    way.keep_runs(sharding)
+    engine.set_way(way)
     return sharding, holders
 
 

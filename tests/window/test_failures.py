@@ -223,7 +223,7 @@ def test_code_of_users_may_ask_the_model_anything(rank: int, place: str) -> None
     def asking_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         ask_on_two_threads()
         with pytest.raises(RuntimeError, match="between two windows only"):
-            reducer.set_exchange(_C.Exchange.noop())
+            reducer.set_way(_C.Way.nowhere())
         return averages(state, bucket)
 
     def value_of(future: torch.futures.Future[Tensor]) -> Tensor:
