@@ -63,7 +63,7 @@ struct alignas(64) Live {
 };
 
 struct BucketRow {
-  Time64 ready, started, arrived;
+  Time64 started;
   std::atomic<uint64_t> bytes;
   std::array<std::array<std::atomic<uint64_t>, 2>, kLanes> collectives;  // first and last of each lane; first > last: none
 };

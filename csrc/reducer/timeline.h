@@ -1,5 +1,5 @@
-// What happens in a reducer, told once to all who observe it: profilers, the page of progress, devices' progress, the sampler of
-// steps, ready times.
+// What happens in a reducer, told once to all who observe it: the page of progress, devices' progress, the sampler of steps,
+// ready times, profilers.
 #pragma once
 
 #include <chrono>
