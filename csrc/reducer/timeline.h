@@ -66,9 +66,7 @@ class Timeline {
 
  private:
   bool counts(What what) const;
-  bool is_here(std::optional<size_t> bucket) const {
-    return !bucket || *bucket >= devices_.size() || devices_[*bucket] == device_;
-  }
+  bool is_here(std::optional<size_t> bucket) const { return !bucket || devices_[*bucket] == device_; }
 
   const c10::Device device_;  // of the first parameter
   const std::shared_ptr<Progress> progress_;
