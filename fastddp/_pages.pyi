@@ -26,9 +26,7 @@ class BucketCollectives:
     last: int
 
 class BucketProgress:
-    ready: float | None
     started: float | None
-    arrived: float | None
     bytes: int
     collectives: list[BucketCollectives]
     members: list[int]
@@ -55,7 +53,6 @@ class Snapshot:
     last_parameter: int | None
     sequence: int | None
     runs_user_code: bool
-    device_wait: tuple[int, int, bool, float] | None  # window, bucket, whether it has begun, seconds
     process_ends: bool
     error: str
     buckets: list[BucketProgress]

@@ -2,10 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <optional>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 
 #include "pages/shared_page.h"
 #include "pages/snapshot.h"
@@ -22,10 +20,8 @@ PYBIND11_MODULE(_pages, m) {
       .def_readonly("first", &Snapshot::Collectives::first)
       .def_readonly("last", &Snapshot::Collectives::last);
 
-  py::class_<Snapshot::OfBucket>(m, "BucketProgress", "Seconds ago; None: not yet in this window.")
-      .def_readonly("ready", &Snapshot::OfBucket::ready)
+  py::class_<Snapshot::OfBucket>(m, "BucketProgress", "started: seconds ago; None: not yet in this window.")
       .def_readonly("started", &Snapshot::OfBucket::started)
-      .def_readonly("arrived", &Snapshot::OfBucket::arrived)
       .def_readonly("bytes", &Snapshot::OfBucket::bytes)
       .def_readonly("collectives", &Snapshot::OfBucket::collectives)
       .def_readonly("members", &Snapshot::OfBucket::members);
@@ -58,12 +54,6 @@ PYBIND11_MODULE(_pages, m) {
       .def_readonly("last_parameter", &Snapshot::last_parameter)
       .def_readonly("sequence", &Snapshot::sequence)
       .def_readonly("runs_user_code", &Snapshot::runs_user_code)
-      .def_property_readonly("device_wait",
-                             [](const Snapshot& of) -> std::optional<std::tuple<size_t, size_t, bool, double>> {
-                               if (!of.device_wait) return std::nullopt;
-                               const auto& wait = *of.device_wait;
-                               return std::tuple(wait.window, wait.bucket, wait.has_begun, of.device_seconds);
-                             })
       .def_readonly("process_ends", &Snapshot::process_ends)
       .def_readonly("error", &Snapshot::error)
       .def_readonly("buckets", &Snapshot::buckets)

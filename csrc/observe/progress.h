@@ -6,12 +6,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "pages/layout.h"
 #include "pages/snapshot.h"
 
 namespace fastddp {
@@ -21,7 +21,6 @@ namespace fastddp {
 class Progress {
  public:
   Progress(const std::vector<std::string>& parameters, int rank, int ranks);
-  ~Progress();
 
   // `script`: that the process runs.
   void belongs_to(uint64_t job, const std::string& script);
@@ -29,7 +28,7 @@ class Progress {
   void plan(const std::vector<std::vector<size_t>>& buckets, const std::vector<uint64_t>& bytes);
   void window(uint32_t state, size_t ended);
   // What the thread that trains is doing, and since when.
-  Moment doing() const;
+  Moment doing() const { return page::moment_of(live_.doing.load(std::memory_order_acquire)); }
   void happened(const Moment& moment);
   void gradient(size_t parameter);
   // How many collectives the process group and each lane have begun, where their backends count them. Told before a bucket
@@ -82,21 +81,27 @@ class Progress {
   };
   Pulse pulse() const;
   // How many have ended.
-  size_t windows() const;
+  size_t windows() const { return live_.windows; }
   // Seconds of the longest step that is remembered; 0: none has ended.
   double longest_step() const;
 
-  Snapshot read() const;
+  Snapshot read() const { return read_page(memory_.data(), rooms_.bytes, "this rank's page"); }
   // Empty: nobody else can read it.
-  const std::string& path() const;
-  int rank() const;
-  int ranks() const;
+  const std::string& path() const { return memory_.path(); }
+  int rank() const { return header_.rank; }
+  int ranks() const { return header_.ranks; }
 
  private:
-  static constexpr size_t kNone = ~uint32_t{0};
-  struct Page;
+  page::BucketRow& row(size_t bucket) { return bucket < header_.buckets ? buckets_[bucket] : not_noted_; }
+  void started(size_t bucket, uint64_t time);
 
-  std::unique_ptr<Page> page_;
+  const page::Header header_;
+  const page::Rooms rooms_{header_};
+  SharedPage memory_{rooms_.bytes};
+  page::Live& live_;
+  page::BucketRow* const buckets_;
+  page::ParameterRow* const parameters_;
+  page::BucketRow not_noted_{};
   uint32_t window_ = 1;  // the number of the open window, or of the next one
   std::optional<uint64_t> sequence_;
   Sequences begun_, before_;

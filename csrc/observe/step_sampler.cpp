@@ -49,8 +49,7 @@ double SampledStep::at(What what, size_t bucket) const {
 
 StepTimes SampledStep::times() const {
   const std::lock_guard lock(mutex_);
-  StepTimes times{{}, at(What::computed), 0,  at(What::closing), at(What::closed), at(What::ends), at(What::opens),
-                  0,  0,                  {}};
+  StepTimes times{{}, at(What::computed), 0, at(What::closing), at(What::closed), at(What::ends), at(What::opens), 0, 0, {}};
   for (const auto& [what, name] : kOwn) times.own[name] = 0;
   bool is_computed = false;
   for (auto part = parts_.begin(); part != parts_.end(); ++part) {

@@ -58,12 +58,12 @@ struct alignas(64) Live {
   Time64 device_since;
   Number doing_bucket, state, windows, buckets, tick, finished, last_parameter, runs_user_code, ends, failed_window;
   std::array<Time64, kSteps> step_ends;  // by the step's number, modulo kSteps
-  std::array<char, 128> script;            // that the process runs, once `job` is set; ends with 0
-  std::array<char, 256> error;             // why the process ends, once `ends` is set; ends with 0
+  std::array<char, 128> script;          // that the process runs, once `job` is set; ends with 0
+  std::array<char, 256> error;           // why the process ends, once `ends` is set; ends with 0
 };
 
 struct BucketRow {
-  Time64 ready, started, arrived;
+  Time64 started;
   std::atomic<uint64_t> bytes;
   std::array<std::array<std::atomic<uint64_t>, 2>, kLanes> collectives;  // first and last of each lane; first > last: none
 };

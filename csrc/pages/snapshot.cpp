@@ -119,13 +119,12 @@ Snapshot read_page(const std::byte* data, size_t bytes, const std::string& path)
 
   const auto window_begin = snapshot.windows > 0 ? end_of(live, snapshot.windows) : 0;
   const auto* const rows = reinterpret_cast<const BucketRow*>(data + rooms.buckets);
-  const auto ago = [&](const Time64& moment) {
-    return moment > window_begin ? std::optional(seconds_since(moment)) : std::nullopt;
-  };
   for (size_t i = 0; i < buckets; ++i) {
-    const auto started = ago(rows[i].started);
-    auto collectives = started ? collectives_of(rows[i]) : std::vector<Snapshot::Collectives>{};
-    snapshot.buckets.push_back({ago(rows[i].ready), started, ago(rows[i].arrived), rows[i].bytes, std::move(collectives), {}});
+    auto& bucket = snapshot.buckets.emplace_back();
+    bucket.bytes = rows[i].bytes;
+    if (rows[i].started <= window_begin) continue;
+    bucket.started = seconds_since(rows[i].started);
+    bucket.collectives = collectives_of(rows[i]);
   }
   const auto* const parameters = reinterpret_cast<const ParameterRow*>(data + rooms.parameters);
   for (size_t i = 0; i < header.parameters; ++i) {

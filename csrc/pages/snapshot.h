@@ -102,8 +102,7 @@ struct Snapshot : OfProcess, Position {
     uint64_t first, last;
   };
   struct OfBucket {
-    // Seconds ago, in the open window; none: not yet.
-    std::optional<double> ready, started, arrived;
+    std::optional<double> started;  // seconds ago, in the open window; none: not yet
     uint64_t bytes;
     std::vector<Collectives> collectives;  // that its tick has started
     std::vector<size_t> members;

@@ -50,6 +50,8 @@ bool Timeline::counts(What what) const {
 }
 
 void Timeline::tell(What what, std::optional<size_t> bucket) {
+  // Without the reducer's lock.
+  if (what == What::sent || what == What::gathered) return device_progress_->happened(Moment::now(what, bucket), device_);
   if (!counts(what)) return;
   if (what == What::opens) {
     if (std::exchange(opened_, progress_->windows()) == progress_->windows()) return;
@@ -57,9 +59,8 @@ void Timeline::tell(What what, std::optional<size_t> bucket) {
     sampler_.step_begins(device_, *opened_, devices_.size());
   }
   const auto moment = Moment::now(what, bucket);
-  const bool of_parameters = what == What::sent || what == What::gathered;
   progress_->happened(moment);
-  device_progress_->happened(moment, of_parameters || is_here(bucket) ? device_ : devices_[*bucket]);
+  device_progress_->happened(moment, is_here(bucket) ? device_ : devices_[*bucket]);
   sampler_.happened(moment, is_here(bucket));
   ready_times_.happened(what);
   if (what == What::reduces) window_.begin();

@@ -1,5 +1,5 @@
-// What happens in a reducer, told once to all who observe it: profilers, the page of progress, devices' progress, the sampler of
-// steps, ready times.
+// What happens in a reducer, told once to all who observe it: the page of progress, devices' progress, the sampler of steps,
+// ready times, profilers.
 #pragma once
 
 #include <chrono>
@@ -65,9 +65,7 @@ class Timeline : public Moments {
  private:
   void tell(What what, std::optional<size_t> bucket);
   bool counts(What what) const;
-  bool is_here(std::optional<size_t> bucket) const {
-    return !bucket || *bucket >= devices_.size() || devices_[*bucket] == device_;
-  }
+  bool is_here(std::optional<size_t> bucket) const { return !bucket || devices_[*bucket] == device_; }
 
   const c10::Device device_;  // of the first parameter
   const std::shared_ptr<Progress> progress_;

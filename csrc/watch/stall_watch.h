@@ -146,7 +146,7 @@ class StallWatch {
   struct Written {
     Clock::time_point at = {};
     std::optional<What> doing = {};  // none: not in this window
-    double until_again;               // seconds
+    double until_again;              // seconds
   };
   // Reports of this window, or of the last one that had any.
   struct Asked {
