@@ -446,28 +446,28 @@ void Driver::abandon_rest(double value) {
   check_fits();
   in_window_ = true;
   is_of_others_ = value == 0.0;
-  for (; ticks_ < ticks(); ++ticks_) {
+  // Of a window that failed.
+  buckets_.side_streams().wait_for_current_streams();
+  {
     // Of a window that failed.
-    buckets_.side_streams().wait_for_current_streams();
-    enter_stages(ticks_, value);
-    // Of a window that failed.
-    buckets_.side_streams().current_streams_wait();
+    const auto on_side_streams = buckets_.side_streams().make_current();
+    for (; ticks_ < ticks(); ++ticks_) enter_stages(ticks_, value);
+    while (finished_ < travels_.size()) recover(travels_[finished_++]);
   }
-  for (; finished_ < travels_.size(); ++finished_) {
-    auto& travel = travels_[finished_];
-    for (auto& flight : travel.flights) {
-      for (auto& piece : flight.pieces) {
-        // Of a window that failed.
-        wait(piece);
-      }
-    }
-    if (way_->keeps_runs && is_of_others_) {
-      finish(travel);
-    } else {
-      trip_.recover(travel);
-      forget(travel);
+  // Of a window that failed.
+  buckets_.side_streams().current_streams_wait();
+}
+
+void Driver::recover(Travel& travel) {
+  for (auto& flight : travel.flights) {
+    for (auto& piece : flight.pieces) {
+      // Of a window that failed.
+      wait(piece);
     }
   }
+  if (way_->keeps_runs && is_of_others_) return finish(travel);
+  trip_.recover(travel);
+  forget(travel);
 }
 
 void Driver::drain() {

@@ -155,6 +155,7 @@ class Driver {
   void write_status(const at::Tensor& room);
   void make_void(Travel& travel, size_t stage, double value);
   void overwrite(Travel& travel, size_t stage, double value);
+  void recover(Travel& travel);
   template <typename Function>
   void wait_for_users(const Function& wait);
   void wait(Piece& piece);

@@ -105,10 +105,11 @@ void bind_run(Travel& travel, const Sharding& sharding, int64_t unit, const at::
     span.gradient = view_of(wire, span.like, static_cast<size_t>(places[span.number].offset));
     bucket.wire.lend(span.gradient);
   }
+  travel.bound = wire;
+  if (!travel.legs.empty()) return;  // the codec's wire travels
   const auto [begin, length] = extent_of_run(travel, sharding, unit);
   travel.run = wire.narrow(0, begin, length);
   bucket.wire.lend(travel.run);
-  travel.bound = wire;
 }
 
 void decode_run(Travel& travel, Codec& codec) {
