@@ -4,6 +4,7 @@
 
 #include "autograd/backward.h"
 #include "autograd/grad_hooks.h"
+#include "bucket/bucket_range.h"
 #include "errors/see.h"
 #include "reducer/errors.h"
 #include "reducer/reducer.h"
@@ -89,7 +90,10 @@ void Reduction::complete(Bucket& bucket, size_t member, bool exclusive) {
   } else {
     use_placeholder(bucket, member, counts()(parameter));
   }
-  if (window_.count_down(parameter)) timeline_.happened(What::ready, bucket.index());
+  if (window_.count_down(parameter)) {
+    const BucketRange moment("ready", bucket);
+    timeline_.happened(What::ready, bucket.index());
+  }
   start_complete_buckets();
 }
 

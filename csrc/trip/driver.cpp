@@ -214,10 +214,10 @@ void Driver::start(Travel& travel, size_t stage) {
   auto& flight = travel.at(stage);
   if (flight.pieces.empty() || carrier(travel, stage).travel != &travel) return;
   const auto& sends = *trip_.stages[stage].sends;
-  // The range of a codec's wire names no bucket, since it may carry another one's leg.
+  // The range of what is no gradient names no bucket: the wire may carry another one's leg.
   std::optional<BucketRange> of_bucket;
   std::optional<Range> of_wire;
-  if (travel.wire_of(trip_.stages[flight.first]) == nullptr) {
+  if (travel.wire_of(trip_.stages[flight.first]) == nullptr || travel.legs.front().packs) {
     of_bucket.emplace("collective", *travel.bucket, stage);
   } else {
     of_wire.emplace("collective", travel.bucket->index() + stage, std::vector{flight.travels});

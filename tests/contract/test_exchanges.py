@@ -270,6 +270,33 @@ def test_ranks_whose_inputs_have_ended_count_as_zeros(pools: dict[str, RankPool]
     assert_averages(others, [total * wave(number) for number in range(len(SHAPES))], 2 * exchange.rounding)
 
 
+def joined_while_one_fails(rank: int, exchange: Exchange) -> tuple[list[Tensor], str]:
+    """What is remembered on a rank whose inputs have ended, and on those whose window fails after that."""
+    training, said = Training(rank, exchange), ""
+    with training.model.join():
+        for window in range(2):
+            training.step(window)
+        if rank != 0:
+            try:
+                training.loss(2, (), PLACES["in the middle"] if rank == FAILING else None).backward()
+            except (ArithmeticError, RuntimeError) as error:
+                said = str(error)
+    qs = getattr(training.state, "qs", {})
+    return [qs[name].clone() for name in sorted(qs)], said
+
+
+@pytest.mark.parametrize(
+    "exchange", exchanges_and(fits=lambda exchange: exchange.is_low_rank and exchange.device == "cpu")
+)
+def test_a_rank_whose_inputs_have_ended_undoes_what_others_undo(pools: dict[str, RankPool], exchange: Exchange) -> None:
+    """Else its Q would differ from theirs: it learns by the status that they have failed."""
+    (first, _), *others = exchange.run(pools, joined_while_one_fails)
+    for found, said in others:
+        assert said
+        assert len(first) == len(found) > 0
+        assert all(map(torch.equal, first, found))
+
+
 def two_models(rank: int, exchange: Exchange) -> list[list[Tensor | None]]:
     first, second = Training(rank, exchange), Training(rank, exchange, gradient_as_bucket_view=True)
     found = []

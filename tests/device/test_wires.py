@@ -147,9 +147,8 @@ ONE_FOR_GRADIENTS = 1
     ("hook", "options", "at_construction", "later"),
     [
         ("", {}, ONE_FOR_GRADIENTS, 0),
-        ("wire", {}, ONE_FOR_GRADIENTS + 1, 0),
         # When buckets are rebuilt, or PowerSGD starts.
-        *((hook, {}, ONE_FOR_GRADIENTS + 1, 1) for hook in HOOKS if hook != "wire"),
+        *((hook, {}, ONE_FOR_GRADIENTS + 1, 1) for hook in HOOKS),
         ("fp32", LENT, ONE_FOR_GRADIENTS, 0),
     ],
 )
