@@ -29,8 +29,8 @@ namespace fastddp {
 //
 // Note [Collectives that were started]
 // If the second piece of a wire cannot be sent, the first one is still on its way. drain() has to wait for it, and
-// abandon_rest() must not send it again: other ranks would take it for the next window's. So a piece is counted as soon as it has started, by
-// stage, until the window is over.
+// abandon_rest() must not send it again: other ranks would take it for the next window's. So a piece is counted as soon as it has
+// started, by stage, until the window is over.
 //
 // Note [Room for the status]
 // The status of a window (note [Status of a window], window/status.h) can travel with the gradients of the last bucket: as
