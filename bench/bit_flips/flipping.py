@@ -55,7 +55,7 @@ class Flipping(dist.ProcessGroup):
 
     It knows both ways in which fastddp adds up over gloo on the CPU: an allreduce a bucket; and messages in pairs, by
     which shards of a wire, as many as ranks, go to their owners and sums come back. Of these the tag tells bucket and
-    round (`csrc/transport/sharded_sum.cpp`).
+    round (`csrc/transport/pairs.cpp`).
     """
 
     _FIRST_TAG = 0x46440000

@@ -5,7 +5,7 @@
 namespace fastddp {
 namespace {
 
-// Far from the tags of gradients' pieces (Pipeline::tag), and other ones for each model: what comes of another model in the place
+// Far from the tags of gradients' pieces (Messages::tag), and other ones for each model: what comes of another model in the place
 // of this one's would be taken for its parameters.
 constexpr uint32_t kFirstTag = 1u << 26, kModels = 1u << 11, kBuckets = 1u << 16;
 

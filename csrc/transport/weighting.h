@@ -6,7 +6,7 @@
 namespace fastddp {
 
 // Note [The scale]
-// A Weighting says which average is wanted, and knows nothing of process groups. The exchange knows its ranks, so it derives the
+// A Weighting says which average is wanted, and knows nothing of process groups. The driver knows the ranks, so it derives the
 // factor by which each rank multiplies its gradients before the sum. All ranks of one exchange have the same kind.
 struct Weighting {
   enum class Kind {

@@ -28,9 +28,9 @@ namespace fastddp {
 // Either all ranks send from symmetric memory, or none. So there gradients do not live in the wire that travels.
 //
 // Note [Collectives that were started]
-// If the second piece of a wire cannot be sent, the first one is still on its way. drain() has to wait for it, and abandon()
-// must not send it again: other ranks would take it for the next window's. So a piece is counted as soon as it has started, by
-// stage, until the window is over.
+// If the second piece of a wire cannot be sent, the first one is still on its way. drain() has to wait for it, and
+// abandon_rest() must not send it again: other ranks would take it for the next window's. So a piece is counted as soon as it has
+// started, by stage, until the window is over.
 //
 // Note [Room for the status]
 // The status of a window (note [Status of a window], window/status.h) can travel with the gradients of the last bucket: as

@@ -18,7 +18,7 @@ namespace fastddp {
 // What every rank tells the others at the end of a window, whatever the exchange: whether the window failed on it and, where that
 // is not known beforehand, which parameters it used. Where one rank fails, all do: an average without one
 // rank's share would pass for a gradient, and ranks that step with it would drift apart from the rank that repeats the step.
-// It travels in the last message of the buckets, where that has room for it (Exchange::status_tick). Otherwise it is a collective
+// It travels in the last message of the buckets, where that has room for it (Driver::status_tick). Otherwise it is a collective
 // of its own, which starts before we wait for the last buckets, and travels beside them; under a hook that may still start some,
 // after them.
 //

@@ -18,7 +18,7 @@ namespace fastddp {
 //   reducing      inside a backward that synchronises
 //   partial       such a backward ended, but some parameters have no gradient yet; another backward may bring them
 //   finished      all exchanges are done; the next forward opens a new window
-//   failed        the window cannot be completed; the next forward repairs (note [A window that fails], exchange.h)
+//   failed        the window cannot be completed; the next forward repairs (note [A window that fails], trip/driver.h)
 //
 // The table in window.cpp says which events may happen in which state, and which state follows. What an event means:
 enum class WindowState { idle, accumulating, armed, reducing, partial, finished, failed };

@@ -2,7 +2,6 @@
 // (Stich et al., 2018, "Sparsified SGD with Memory"). docs/design.md says what a codec may know.
 // tests/codec/test_example_codec.py runs this.
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/randperm.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -10,64 +9,58 @@
 
 #include "codec/codec.h"
 #include "codec/kept.h"
+#include "codec/rows.h"
 
 namespace {
 
-using fastddp::Bucket;
+using namespace fastddp;
 
-class RandomK : public fastddp::Codec {
+class RandomK : public Codec {
  public:
   // One of `k` elements travels; the seed is the same on all ranks.
   RandomK(int64_t k, int64_t seed) : k_(k), seed_(seed) {}
 
-  void prepare(const std::vector<Bucket*>& buckets, const std::vector<int64_t>&) override {
-    parts_.assign(buckets.empty() ? 0 : buckets.front()->layout.count(), {});
-    for (auto* bucket : buckets) {
-      bucket->wire.disable();  // gradients stay where autograd puts them
-      const auto options = at::TensorOptions().dtype(bucket->layout.gradient_dtype()).device(bucket->device());
-      parts_[bucket->index()].error = at::zeros({bucket->layout.numbers()}, options);
-      parts_[bucket->index()].kept = at::zeros({bucket->layout.numbers()}, options);
+  std::vector<std::vector<Leg>> plan(std::vector<Spans>& buckets, int64_t) override {
+    parts_.assign(buckets.size(), {});
+    std::vector<std::vector<Leg>> legs;
+    for (auto& spans : buckets) {
+      spans.place(1, 1);
+      auto& part = parts_[spans.bucket];
+      part.error = at::zeros({spans.numbers}, at::TensorOptions().dtype(spans.dtype).device(spans.device));
+      part.kept = at::zeros_like(part.error);
+      legs.push_back({{.dtype = spans.dtype, .elements = (spans.numbers + k_ - 1) / k_, .is_whole = true}});
     }
+    return legs;
   }
 
-  std::optional<Format> format(size_t, const Bucket& bucket) const override {
-    return Format{bucket.layout.gradient_dtype(), (bucket.layout.numbers() + k_ - 1) / k_};
-  }
-
-  void place(size_t, const Bucket& bucket, const at::Tensor& wire, const at::Tensor&) override {
-    parts_[bucket.index()].wire = wire;
-  }
-
-  void displace(const Bucket& bucket) override { parts_[bucket.index()].wire.reset(); }
-
-  void on_gradient(Bucket&, size_t, double) override {}
-
-  void encode(size_t, Bucket& bucket, double scale) override {
-    bucket.wait_for_gradients();
-    auto& part = parts_[bucket.index()];
+  void encode(size_t, const Spans& spans, Numbers, Wires wires, double scale) override {
+    auto& part = parts_[spans.bucket];
     if (!std::exchange(part.is_kept, true)) part.kept.copy_(part.error);
-    part.error.add_(flat_gradients(bucket));
-    part.chosen = choose(bucket, part.windows);
-    part.wire.copy_(part.error.index_select(0, part.chosen)).mul_(scale);
+    Rows rows;
+    for (const auto& span : spans.all) {
+      part.error.narrow(0, span.offset, span.length()).add_(rows.to_read(span, spans.dtype));
+    }
+    part.chosen = choose(spans, part.windows);
+    sent(part, wires).copy_(part.error.index_select(0, part.chosen)).mul_(scale);
   }
 
-  void decode(Bucket& bucket) override {
-    auto& part = parts_[bucket.index()];
-    auto result = at::zeros_like(part.error).index_copy_(0, part.chosen, part.wire);
+  Seen decode(const Spans& spans, Wires wires, bool) override {
+    auto& part = parts_[spans.bucket];
+    const auto result = at::zeros_like(part.error).index_copy_(0, part.chosen, sent(part, wires));
     part.error.index_fill_(0, part.chosen, 0.0);
-    write(bucket, result);
-    recover(bucket);
+    Rows rows;
+    for (const auto& span : spans.all) {
+      rows.to_write(span, spans.dtype).copy_(result.narrow(0, span.offset, span.length()));
+    }
+    rows.write_back();
+    recover(spans.bucket, wires);
+    return {{}, {result}};
   }
 
-  const std::vector<at::Tensor>& measure(Bucket& bucket) override { return bucket.measure_gradients(); }
-
-  void fill_void(size_t, const Bucket&, const at::Tensor& place, double value) const override { place.fill_(value); }
+  void fill_void(size_t, size_t, const at::Tensor& place, double value) const override { place.fill_(value); }
 
   // Each window counts, so that all ranks choose the same elements in the next one.
-  void recover(Bucket& bucket) override {
-    auto& part = parts_[bucket.index()];
-    ++part.windows;
-  }
+  void recover(size_t bucket, Wires) override { ++parts_[bucket].windows; }
 
   void keep() override {
     for (auto& part : parts_) part.is_kept = false;
@@ -75,14 +68,13 @@ class RandomK : public fastddp::Codec {
 
   void undo(const at::Tensor& only_if) override {
     for (auto& part : parts_) {
-      if (part.is_kept) fastddp::bring_back(part.error, part.kept, only_if);
+      if (part.is_kept) bring_back(part.error, part.kept, only_if);
       if (!only_if.defined()) part.is_kept = false;
     }
   }
 
  private:
   struct Part {
-    at::Tensor wire;
     at::Tensor error;   // what has not travelled yet; [elements]
     at::Tensor chosen;  // elements that travel in this window
     at::Tensor kept;    // `error` when the step began, once a window has changed it
@@ -90,28 +82,13 @@ class RandomK : public fastddp::Codec {
     int64_t windows = 0;
   };
 
-  at::Tensor choose(const Bucket& bucket, int64_t window) const {
-    auto generator = at::make_generator<at::CPUGeneratorImpl>(seed_ * 1000003 + window * 1009 + bucket.index());
-    const auto order = at::randperm(bucket.layout.numbers(), generator, at::TensorOptions().dtype(at::kLong));
-    return order.narrow(0, 0, (bucket.layout.numbers() + k_ - 1) / k_).to(bucket.device());
-  }
+  // A wire may be longer than plan() asks for.
+  static at::Tensor sent(const Part& part, Wires wires) { return wires[0].tensor().narrow(0, 0, part.chosen.numel()); }
 
-  static at::Tensor flat_gradients(const Bucket& bucket) {
-    std::vector<at::Tensor> flat;
-    for (size_t member = 0; member < bucket.size(); ++member) {
-      const auto& gradient = bucket.gradient(member);
-      flat.push_back(gradient.defined() ? gradient.reshape({-1}) : at::zeros_like(bucket.layout[member].like).reshape({-1}));
-    }
-    return at::cat(flat);
-  }
-
-  static void write(Bucket& bucket, const at::Tensor& flat) {
-    int64_t offset = 0;
-    for (size_t member = 0; member < bucket.size(); ++member) {
-      auto& gradient = bucket.gradient_to_write(member);
-      gradient.copy_(flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
-      offset += gradient.numel();
-    }
+  at::Tensor choose(const Spans& spans, int64_t window) const {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(seed_ * 1000003 + window * 1009 + spans.bucket);
+    const auto order = at::randperm(spans.numbers, generator, at::TensorOptions().dtype(at::kLong));
+    return order.narrow(0, 0, (spans.numbers + k_ - 1) / k_).to(spans.device);
   }
 
   const int64_t k_, seed_;
@@ -122,6 +99,6 @@ class RandomK : public fastddp::Codec {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   pybind11::module_::import("fastddp._C");  // which knows the base class
-  pybind11::class_<RandomK, fastddp::Codec, std::shared_ptr<RandomK>>(m, "RandomK")
+  pybind11::class_<RandomK, Codec, std::shared_ptr<RandomK>>(m, "RandomK")
       .def(pybind11::init<int64_t, int64_t>(), pybind11::arg("k"), pybind11::arg("seed"));
 }

@@ -1,4 +1,4 @@
-"""How gradients travel: descriptions of exchanges, of which C++ makes the objects that the reducer takes.
+"""How gradients travel: descriptions of exchanges, made into the ways that the reducer takes.
 
-Begin with :mod:`~fastddp.exchange.descriptions`. The exchanges themselves are in C++ (``csrc/pipeline/``).
+Begin with :mod:`~fastddp.exchange.descriptions`. The buckets' trips are in C++ (``csrc/trip/``).
 """

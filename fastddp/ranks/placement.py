@@ -26,7 +26,7 @@ def reads_pay(bucket_bytes: Sequence[int]) -> bool:
     """Whether ranks that read each other's gradients, of buckets of these sizes, are done before an allreduce.
 
     An allreduce of the last bucket has room for the status, which otherwise takes a collective of its own
-    (Note [Room for the status], ``csrc/pipeline/exchange.h``). With 2 MiB of gradients that outweighs what reads save.
+    (Note [Room for the status], ``csrc/trip/driver.h``). With 2 MiB of gradients that outweighs what reads save.
     """
     return sum(bucket_bytes) >= _ENOUGH_BYTES
 

@@ -30,7 +30,7 @@ TESTS = [
     "tests/window/test_windows.py",
     "tests/window/test_failures.py",
     "tests/window/test_joining.py",
-    "tests/pipeline/test_started_collectives.py",
+    "tests/trip/test_started_collectives.py",
     "tests/exchange/test_comm_hooks.py",
     "tests/codec/test_native_hooks.py",
     "tests/codec/test_power_sgd.py",
