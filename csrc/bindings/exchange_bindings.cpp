@@ -99,13 +99,14 @@ void bind_exchanges(py::module_& m) {
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"), py::arg("whole"),
            py::arg("for_optimizer") = false, no_gil)
       .def_property_readonly("rank", &Sharding::rank)
-      .def_property_readonly("spans", [](const Sharding& shards) {
-        std::vector<std::tuple<size_t, int64_t, int64_t>> all;
-        for (size_t bucket = 0; bucket < shards.buckets(); ++bucket) {
-          std::ranges::copy(as_tuples(shards.spans(bucket)), std::back_inserter(all));
-        }
-        return all;
-      })
+      .def_property_readonly("spans",
+                             [](const Sharding& shards) {
+                               std::vector<std::tuple<size_t, int64_t, int64_t>> all;
+                               for (size_t bucket = 0; bucket < shards.buckets(); ++bucket) {
+                                 std::ranges::copy(as_tuples(shards.spans(bucket)), std::back_inserter(all));
+                               }
+                               return all;
+                             })
       .def(
           "spans_of", [](const Sharding& shards, size_t bucket) { return as_tuples(shards.spans(bucket)); }, py::arg("bucket"))
       .def(

@@ -30,8 +30,9 @@ void Bucket::do_without_wire(WireFormat format) {
   wire.plan(std::nullopt);
 }
 
-void Bucket::need_wire() {
-  if (wire.need()) cut_wire();
+void Bucket::make_wire() {
+  wire.make();
+  cut_wire();
 }
 
 void Bucket::take_another_wire() {
@@ -63,8 +64,8 @@ void check_gradient(const Bucket& bucket, size_t member, const at::Tensor& gradi
               "_set_params_and_buffers_to_ignore_for_model.",
               see("FD009"));
   TORCH_CHECK(gradient.sizes() == like.sizes() && gradient.device() == like.device(), "fastddp: the gradient of parameter ",
-              name, " in bucket ", bucket.index(), " has shape ", gradient.sizes(), " on ", gradient.device(), ", its parameter ",
-              like.sizes(), " on ", like.device(),
+              name, " in bucket ", bucket.index(), " has shape ", gradient.sizes(), " on ", gradient.device(),
+              ", its parameter ", like.sizes(), " on ", like.device(),
               ": was the parameter replaced or moved after the model was wrapped? Wrap it after such "
               "changes.",
               see("FD012"));

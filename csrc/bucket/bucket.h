@@ -72,8 +72,8 @@ class Bucket {
   void set_wire(WireFormat format, WireMemory memory = nullptr, bool has_room = false);
   // Something else travels, as numbers of this format, or nothing does. Gradients stay where autograd put them.
   void do_without_wire(WireFormat format);
-  // Makes the wire, if there is none.
-  void need_wire();
+  // Makes the wire, which does not exist.
+  void make_wire();
   // Leaves the wire to whoever holds it.
   void take_another_wire();
 

@@ -89,8 +89,8 @@ class BucketWindow {
   bool is_settled = false;     // Bucket::settle() may have moved gradients into the wire
   bool rewritten = false;      // gradients are no longer what was in the wire
   Seen seen;                   // empty: nothing has been seen
-  Producers producers;  // the streams on which gradients came
-  KeptUntilJoin kept;   // gradients that the side stream uses
+  Producers producers;         // the streams on which gradients came
+  KeptUntilJoin kept;          // gradients that the side stream uses
 
  private:
   std::vector<MemberState> members_;

@@ -124,7 +124,7 @@ class Buckets {
   bool are_sharded_ = false;
   RowsByDevice measured_rows_;
   std::vector<Bucket> buckets_;
-  std::vector<Place> places_;  // by parameter; in no bucket: `bucket` is buckets_.size()
+  std::vector<Place> places_;    // by parameter; in no bucket: `bucket` is buckets_.size()
   std::vector<size_t> movable_;  // parameters whose gradients lived in wires that are gone
   SideStreams side_streams_;
 };

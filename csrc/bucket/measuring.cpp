@@ -37,7 +37,6 @@ void measure_local(Bucket& bucket, Numbers members) {
 }
 
 LocalSums* sums_of_packed(Bucket& bucket, const std::vector<Slot>& slots) {
-  if (!bucket.local_sums) return nullptr;
   for (const auto& slot : slots) bucket.window[slot.member].measured = true;
   return &*bucket.local_sums;
 }

@@ -12,7 +12,7 @@ namespace fastddp {
 // Measures these members' gradients, unless they are measured already. For gradients that pack() does not read. The current stream
 // has waited for them.
 void measure_local(Bucket& bucket, Numbers members);
-// `slots` are about to be packed. Returns where their kernel leaves its sums, or null.
+// `slots` are about to be packed. Returns where their kernel leaves its sums.
 LocalSums* sums_of_packed(Bucket& bucket, const std::vector<Slot>& slots);
 
 // --- After

@@ -27,7 +27,7 @@ void place_gradient(Bucket& bucket, size_t member, bool lived_in_wire) {
 void pack_members(Bucket& bucket, const std::vector<size_t>& members, double scale) {
   auto& window = bucket.window;
   window.beside = 0;
-  bucket.need_wire();
+  if (!bucket.wire.exists()) bucket.make_wire();
   if (window.none_is_packed()) leave_wire_to_holders(bucket);
   std::vector<Slot> slots;
   slots.reserve(members.size());
@@ -44,7 +44,8 @@ void pack_members(Bucket& bucket, const std::vector<size_t>& members, double sca
     if (!lived_in_wire) keep_for_current_stream(gradient);
     place_gradient(bucket, member, lived_in_wire);
   }
-  if (!slots.empty()) bucket.kernels->pack(slots, scale, window.packs++, sums_of_packed(bucket, slots));
+  if (!slots.empty())
+    bucket.kernels->pack(slots, scale, window.packs++, bucket.local_sums ? sums_of_packed(bucket, slots) : nullptr);
   if (!left_alone.empty()) measure_local(bucket, left_alone);
 }
 
@@ -54,13 +55,14 @@ void wait_for_gradients(const Bucket& bucket) {
   bucket.window.producers.current_stream_waits(bucket.device());
 }
 
-void pack(Bucket& bucket, double scale) {
+const at::Tensor& pack(Bucket& bucket, double scale) {
   const auto members = bucket.window.unpacked();
   // Members that are packed already were packed on the gradients' streams.
   wait_for_gradients(bucket);
-  if (members.empty()) return;
+  if (members.empty()) return bucket.wire.tensor();
   const BucketRange range("pack", bucket);
   pack_members(bucket, members, scale);
+  return bucket.wire.tensor();
 }
 
 void pack_on_arrival(Bucket& bucket, size_t member, double scale) {

@@ -11,8 +11,9 @@ namespace fastddp {
 void wait_for_gradients(const Bucket& bucket);
 
 // Packs all members that are not packed yet, by one kernel, scaled by `scale`. A parameter without a gradient contributes zeros. A
-// gradient that is in the wire already needs no kernel if `scale` is 1. Runs on the current stream, after all producers.
-void pack(Bucket& bucket, double scale);
+// gradient that is in the wire already needs no kernel if `scale` is 1. Runs on the current stream, after all producers. Returns the
+// wire.
+const at::Tensor& pack(Bucket& bucket, double scale);
 // Packs on arrival where that pays: this member, or all that have come (note [When to pack], pack/kernels.h).
 void pack_on_arrival(Bucket& bucket, size_t member, double scale);
 // Unpacks all members whose gradient is not in the wire, by one kernel. It also measures the gradients if it writes all of them.

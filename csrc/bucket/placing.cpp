@@ -40,7 +40,7 @@ void settle(Bucket& bucket, size_t member, bool exclusive) {
   const auto& form = bucket.layout.form();
   const bool may_move = exclusive || form.as_bucket_view || form.in_main_grad;
   if (!may_move || !bucket.wire.is_planned() || bucket.window[member].has_placeholder() || !gradient.defined()) return;
-  bucket.need_wire();
+  if (!bucket.wire.exists()) bucket.make_wire();
   // Gradients of the last window that somebody kept stay as they are.
   if (!std::exchange(bucket.window.is_settled, true)) leave_wire_to_holders(bucket);
   const auto& view = bucket.wire.parts[member];
@@ -59,7 +59,7 @@ void add_to_main(Bucket& bucket, size_t member) {
 void place_main(Bucket& bucket, size_t member) {
   auto& gradient = bucket.held(member);
   if (gradient.defined()) return settle(bucket, member, /*exclusive=*/false);
-  if (bucket.wire.is_planned()) bucket.need_wire();
+  if (bucket.wire.is_planned() && !bucket.wire.exists()) bucket.make_wire();
   gradient = bucket.wire.exists() ? as_gradient(bucket.wire.parts[member]) : bucket.layout.empty_gradient(member);
   gradient.zero_();
 }
@@ -75,7 +75,7 @@ std::vector<size_t> movable_members(const Bucket& bucket) {
 
 void move_in(Bucket& bucket, size_t member) {
   if (!bucket.wire.is_planned()) return;
-  bucket.need_wire();
+  if (!bucket.wire.exists()) bucket.make_wire();
   auto& gradient = bucket.held(member);
   const auto& view = bucket.wire.parts[member];
   view.copy_(gradient);

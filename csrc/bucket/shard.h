@@ -74,7 +74,7 @@ class Shard {
   std::vector<bool> taken_back_;                // by member: its notice
   std::vector<at::Tensor> kept_;                // by span: what is added to the coming average; undefined: nothing
   const std::unique_ptr<Kernels> kernels_;
-  at::Tensor bound_;                            // the wire whose parts the gradients are
+  at::Tensor bound_;  // the wire whose parts the gradients are
 };
 
 }  // namespace fastddp

@@ -66,12 +66,7 @@ at::Tensor like_part_of(const at::Tensor& parameter, int64_t begin, int64_t end)
 
 Sharding::Sharding(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan, size_t ranks,
                    size_t rank, bool whole, std::optional<Units> of_optimizer)
-    : ranks_(ranks),
-      rank_(rank),
-      whole_(whole),
-      units_(of_optimizer),
-      plan_(std::move(plan)),
-      spans_(plan_.size()) {
+    : ranks_(ranks), rank_(rank), whole_(whole), units_(of_optimizer), plan_(std::move(plan)), spans_(plan_.size()) {
   TORCH_CHECK_VALUE(rank < ranks, "fastddp: there is no rank ", rank, " among the ", ranks, " that share a wire");
   std::vector<int64_t> loads(ranks);
   for (size_t index = 0; index < plan_.size(); ++index) {

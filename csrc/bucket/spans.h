@@ -23,13 +23,13 @@ struct Grid {
 
 // Elements [begin, end) of a parameter, in the order of its memory.
 struct Span {
-  size_t number;      // in its list
-  size_t parameter;   // its number in the reducer
+  size_t number;     // in its list
+  size_t parameter;  // its number in the reducer
   int64_t begin;
   int64_t end;
-  int64_t offset;     // where it begins in the wire, in numbers: a complex element is two
-  at::Tensor like;    // has the shape, strides and device of its gradient; it may have no memory
-  at::Tensor gradient = {};  // this window's; undefined: zeros travel
+  int64_t offset;               // where it begins in the wire, in numbers: a complex element is two
+  at::Tensor like;              // has the shape, strides and device of its gradient; it may have no memory
+  at::Tensor gradient = {};     // this window's; undefined: zeros travel
   bool may_be_dropped = false;  // what travels is dropped if no rank has used the parameter
 
   int64_t length() const { return like.numel() * (like.is_complex() ? 2 : 1); }
@@ -39,13 +39,13 @@ struct Span {
 using Numbers = std::span<const size_t>;
 
 struct Spans {
-  size_t bucket;           // the number of the bucket that they are of
-  c10::ScalarType dtype;   // of gradients, real
+  size_t bucket;          // the number of the bucket that they are of
+  c10::ScalarType dtype;  // of gradients, real
   c10::Device device;
   Grid grid = {};
   std::vector<Span> all = {};
-  int64_t numbers = 0;     // of the wire, with gaps and padding
-  bool needs_wire = false; // they cannot travel where they are
+  int64_t numbers = 0;      // of the wire, with gaps and padding
+  bool needs_wire = false;  // they cannot travel where they are
   // This window's.
   LocalSums* sums = nullptr;  // wants what encode() sees of this rank's gradients; null: nobody does
   size_t call = 0;            // how many times they have been encoded

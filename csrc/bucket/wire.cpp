@@ -12,13 +12,11 @@ void Wire::plan(std::optional<Need> need) {
   need_ = std::move(need);
 }
 
-bool Wire::need() {
-  if (exists()) return false;
+void Wire::make() {
   const auto options = at::TensorOptions().dtype(need_->dtype).device(need_->device);
-  const auto make = [&] { return need_->memory ? need_->memory(need_->elements, options) : another(); };
-  tensor_ = make();
-  sum_ = need_->has_sum_beside ? make() : tensor_;
-  return true;
+  const auto memory = [&] { return need_->memory ? need_->memory(need_->elements, options) : another(); };
+  tensor_ = memory();
+  sum_ = need_->has_sum_beside ? memory() : tensor_;
 }
 
 at::Tensor Wire::another() const {

@@ -32,13 +32,13 @@ class Wire {
       return dtype == other.dtype && device == other.device && elements == other.elements;
     }
   };
-  // Says what need() makes; none: nothing travels in it. Another need than before gives back what there is.
+  // Says what make() makes; none: nothing travels in it. Another need than before gives back what there is.
   void plan(std::optional<Need> need);
   bool is_planned() const { return need_.has_value(); }
 
   bool exists() const { return tensor_.defined(); }
-  // Makes what does not exist, uninitialised. Returns whether it did: then the caller fills it, and cuts `parts`.
-  bool need();
+  // Makes it, uninitialised: the caller fills it, and cuts `parts`.
+  void make();
   const at::Tensor& tensor() const { return tensor_; }
   // The tensor itself, unless it is beside.
   const at::Tensor& sum() const { return sum_; }

@@ -4,6 +4,7 @@
 #include <c10/macros/Macros.h>
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -15,6 +16,9 @@
 #include "pages/snapshot.h"
 
 namespace fastddp {
+
+// How long this thread has waited for collectives in total.
+inline thread_local std::chrono::steady_clock::duration waited_for_collectives{};
 
 // The thread that runs forward and backward writes it, without a lock: a gradient takes three stores. A reader takes what it
 // finds, even in the middle of a change.

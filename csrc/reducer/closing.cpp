@@ -148,7 +148,7 @@ std::vector<Bucket> Closing::late_buckets() const {
   }
   std::vector<Bucket> made;
   for (const auto& [kind, members] : late) made.push_back(buckets_.make_another(made.size(), late.size(), members));
-  for (auto& bucket : made) bucket.need_wire();
+  for (auto& bucket : made) bucket.make_wire();
   return made;
 }
 

@@ -9,10 +9,10 @@
 
 #include "bucket/buckets.h"
 #include "device/cuda_driver.h"
-#include "trip/driver.h"
 #include "reducer/failure.h"
 #include "reducer/local_gradients.h"
 #include "reducer/shared_sums.h"
+#include "trip/driver.h"
 #include "window/status.h"
 #include "window/window.h"
 

@@ -106,7 +106,8 @@ void LocalGradients::judge(size_t window, int ranks, const Closing& closing, con
   const bool alone = ranks == 1;
   if (said ? *said : may_spoil_a_sum(ranks)) return notice_now({window, said || alone, /*in_result=*/false});
   const bool comes_from_sums = (said || alone) && way.hook == nullptr;
-  if (comes_from_sums && std::ranges::any_of(buckets_.all(), has_seen_not_finite)) notice_now({window, alone, /*in_result=*/true});
+  if (comes_from_sums && std::ranges::any_of(buckets_.all(), has_seen_not_finite))
+    notice_now({window, alone, /*in_result=*/true});
 }
 
 void LocalGradients::notice_late(Closing& closing) {

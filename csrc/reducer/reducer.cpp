@@ -12,6 +12,15 @@
 namespace fastddp {
 namespace {
 
+// How many collectives the group has begun, where its backend counts them.
+std::optional<uint64_t> sequence_of(c10d::ProcessGroup* group) {
+  using Type = c10d::ProcessGroup::BackendType;
+  if (group == nullptr) return std::nullopt;
+  const auto type = group->getBackendType();
+  if (type != Type::GLOO && type != Type::NCCL) return std::nullopt;
+  return group->getSequenceNumberForGroup();
+}
+
 std::shared_ptr<Way> plain_way(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   return std::make_shared<Way>(Way{.all = group, .codec = make_cast(std::nullopt), .lanes = Lanes({group})});
 }
@@ -25,7 +34,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       buckets_(std::move(parameters), names, std::move(sparse), form),
       window_(buckets_.parameters().size(), expect),
       averaged_(buckets_, window_, mutex_),
-      timeline_(buckets_.parameters(), names, *process_group_),
+      timeline_(buckets_.parameters(), names, process_group_->getRank(), process_group_->getSize()),
       driver_(buckets_, timeline_, mutex_, [this](Bucket& bucket) { averaged_.bucket_finished(bucket); }),
       steps_(buckets_, window_, driver_),
       reduction_(*this, buckets_, window_, driver_, timeline_, mutex_),
@@ -67,7 +76,7 @@ void Reducer::set_plan(const Plan& plan) {
   buckets_.replace(plan, is_never_used);
   window_.set_buckets(plan);
   driver_.prepare(driver_.way());
-  timeline_.plan(buckets_.all(), driver_.way());
+  tell_plan();
   const c10::AutoGradMode no_grad(false);
   if (memory_ == nullptr) buckets_.place_gradients();
 }
@@ -82,7 +91,7 @@ void Reducer::set_way(std::shared_ptr<Way> way) {
   std::optional<Slabs> slabs;
   if (memory != nullptr) slabs.emplace(*memory);
   driver_.prepare(way, slabs ? &*slabs : nullptr);
-  timeline_.plan(buckets_.all(), way);
+  tell_plan();
   if (has_streams(buckets_.device())) {
     auto groups = way->groups();
     groups.push_back(process_group_);
@@ -94,6 +103,22 @@ void Reducer::set_way(std::shared_ptr<Way> way) {
   }
   const c10::AutoGradMode no_grad(false);
   buckets_.place_gradients();
+}
+
+void Reducer::tell_plan() {
+  std::vector<std::vector<size_t>> plan;
+  std::vector<uint64_t> bytes;
+  std::vector<c10::Device> devices;
+  for (const auto& bucket : buckets_.all()) {
+    plan.push_back(bucket.layout.parameters());
+    bytes.push_back(static_cast<size_t>(bucket.layout.numbers()) * c10::elementSize(bucket.layout.format().dtype));
+    devices.push_back(bucket.device());
+  }
+  timeline_.plan(std::move(plan), bytes, std::move(devices), [way = driver_.way(), device = buckets_.device()] {
+    Progress::Sequences of_lanes;
+    for (size_t lane = 0; lane < of_lanes.size(); ++lane) of_lanes[lane] = sequence_of(way->lane(lane, device));
+    return Timeline::Begun(sequence_of(way->all.get()), of_lanes);
+  });
 }
 
 void Reducer::use_memory(std::shared_ptr<const RegisteredMemory> memory) {

@@ -9,13 +9,13 @@
 #include "autograd/backward.h"
 #include "autograd/grad_hooks.h"
 #include "bucket/buckets.h"
+#include "observe/timeline.h"
 #include "reducer/averaged.h"
 #include "reducer/closing.h"
 #include "reducer/layers.h"
 #include "reducer/local_gradients.h"
 #include "reducer/reduction.h"
 #include "reducer/steps.h"
-#include "reducer/timeline.h"
 #include "transport/gather.h"
 #include "trip/driver.h"
 #include "waits/interruption.h"
@@ -194,7 +194,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Moves the window on. If a new window begins, resets what this object has for the old one.
   void apply(WindowEvent event) {
     if (window_.apply(event)) begin_window();
-    timeline_.window(window_);
+    timeline_.window(static_cast<uint32_t>(window_.state()), window_.ended());
   }
   void begin_window() {
     buckets_.reset();
@@ -230,6 +230,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void repair();
 
   void check_between_windows(const char* what) const;
+  void tell_plan();
 
   const std::shared_ptr<Interruption> interruption_ = std::make_shared<Interruption>();
   mutable std::mutex mutex_;

@@ -5,10 +5,10 @@
 #include <vector>
 
 #include "bucket/buckets.h"
+#include "observe/timeline.h"
 #include "reducer/layers.h"
 #include "reducer/other_reducers.h"
 #include "reducer/shared_sums.h"
-#include "reducer/timeline.h"
 #include "transport/weighting.h"
 #include "window/window.h"
 

@@ -56,7 +56,8 @@ struct Halves {
 };
 // `round`: tells the messages of a wire's collectives apart. `is_last`: no second half over the same owners follows. `shares_room`:
 // wires that are not on their way at the same time use the same memory for what comes.
-std::shared_ptr<const Collective> make_to_owners(Lanes lanes, Halves halves, size_t round, bool is_last, bool shares_room = false);
+std::shared_ptr<const Collective> make_to_owners(Lanes lanes, Halves halves, size_t round, bool is_last,
+                                                 bool shares_room = false);
 std::shared_ptr<const Collective> make_from_owners(Lanes lanes, Halves halves, size_t round);
 
 }  // namespace fastddp

@@ -26,17 +26,17 @@ struct Adder {
 struct Piece {
   Piece(uint32_t tag, size_t bucket) : tag(tag), bucket(bucket) {}
 
-  at::Tensor wire;      // one-dimensional; undefined when nothing of it is on its way
-  uint32_t tag;         // unique among the pieces that travel over the same group
-  size_t bucket;        // whose gradients it has; the greatest of them
-  at::Tensor room;      // for other ranks' data; kept from window to window
-  at::Tensor sum;       // if there is an adder, for the sum, laid out like the wire; may be the room
-  Shards shards;        // parts of `wire` or of the sum, as the collective on its way has cut them
+  at::Tensor wire;        // one-dimensional; undefined when nothing of it is on its way
+  uint32_t tag;           // unique among the pieces that travel over the same group
+  size_t bucket;          // whose gradients it has; the greatest of them
+  at::Tensor room;        // for other ranks' data; kept from window to window
+  at::Tensor sum;         // if there is an adder, for the sum, laid out like the wire; may be the room
+  Shards shards;          // parts of `wire` or of the sum, as the collective on its way has cut them
   bool averages = false;  // an allreduce divides by the number of ranks, too
-  Works works;          // of the round that travels
-  Works acks;           // are here when other ranks no longer need memory of this piece: note [Reads], reads.h
-  size_t sent = 0;      // how many messages of a round have started, if starting the next one failed
-  size_t added_up = 0;  // how many stages of its trip
+  Works works;            // of the round that travels
+  Works acks;             // are here when other ranks no longer need memory of this piece: note [Reads], reads.h
+  size_t sent = 0;        // how many messages of a round have started, if starting the next one failed
+  size_t added_up = 0;    // how many stages of its trip
 };
 
 // Rounds may overlap in a group: a tag tells those of a piece apart.
@@ -44,9 +44,9 @@ constexpr uint32_t kMostRounds = 4;
 
 // Where the sum of this rank's shard goes, and what adds it up.
 struct Sum {
-  at::Tensor target;  // may be this rank's own shard
-  const Adder* adder; // null: numbers of the shard's dtype
-  bool is_last;       // the same ranks do not spread what comes of it
+  at::Tensor target;   // may be this rank's own shard
+  const Adder* adder;  // null: numbers of the shard's dtype
+  bool is_last;        // the same ranks do not spread what comes of it
 };
 
 // Two stages over the ranks of a level: start_sum() and then add_up(), a reduce-scatter; start_spread(), an all-gather. All

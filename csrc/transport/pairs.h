@@ -52,6 +52,7 @@ void for_others(const Level& level, size_t count, const Function& function) {
 
 // target = the sum of `parts`, what each rank of the level has of this rank's shard, or of a part of the shard. `target` may be this
 // rank's own. Those of other ranks may be written to.
-void sum_parts(const Level& level, size_t bucket, const std::vector<at::Tensor>& parts, const at::Tensor& target, const Adder* adder);
+void sum_parts(const Level& level, size_t bucket, const std::vector<at::Tensor>& parts, const at::Tensor& target,
+               const Adder* adder);
 
 }  // namespace fastddp

@@ -14,14 +14,12 @@
 
 #include "device/cuda_driver.h"
 #include "device/streams.h"
+#include "observe/progress.h"
 #include "waits/interruption.h"
 
 namespace fastddp {
 
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
-
-// How long this thread has waited for collectives in total.
-inline thread_local std::chrono::steady_clock::duration waited_for_collectives{};
 
 template <typename Function>
 void count_wait(const Function& wait) {

@@ -19,7 +19,8 @@ bool is_power_of_two(int64_t number) {
 // A wire that stages pass on flies once. Two legs that share a wire enter their stages one after the other.
 void lay_out(Travel& travel, const std::vector<Stage>& stages) {
   for (size_t stage = 0; stage < stages.size(); ++stage) {
-    if (stages[stage].write) travel.flights.push_back({.first = stage, .end = stage, .travels = {}, .pieces = {}, .started = {}});
+    if (stages[stage].write)
+      travel.flights.push_back({.first = stage, .end = stage, .travels = {}, .pieces = {}, .started = {}});
     ++travel.flights.back().end;
     travel.flight_of.push_back(travel.flights.size() - 1);
   }
@@ -89,9 +90,9 @@ void Driver::tick() {
   check_fits();
   in_window_ = true;
   const bool begins = ticks_ < travels_.size();
-  if (begins) moments_.happened(What::starts, ticks_);
+  if (begins) timeline_.happened(What::starts, ticks_);
   enter_stages(ticks_, std::nullopt);
-  if (begins) moments_.happened(What::started, ticks_);
+  if (begins) timeline_.happened(What::started, ticks_);
   if (ticks_ >= lag()) tell_when_arrived(*travels_[ticks_ - lag()].bucket);
   ++ticks_;
   finish_arrived();
@@ -100,7 +101,8 @@ void Driver::tick() {
 void Driver::gradient(Bucket& bucket, size_t member) {
   check_fits();
   auto& travel = travels_[bucket.index()];
-  if (bucket.kernels->pack_on_arrival() && trip_.stages.front().leg) need(travel, 0);
+  const bool encodes = trip_.stages.front().leg && !travel.legs.empty() && bucket.kernels->pack_on_arrival();
+  if (encodes && !travel.wires.front().exists()) make_wire(travel, 0);
   trip_.gradient(travel, member);
 }
 
@@ -110,21 +112,26 @@ Travel* Driver::entering(size_t tick, size_t stage) {
 
 void Driver::enter_stages(size_t tick, std::optional<double> void_value) {
   const auto& shared = trip_.shared;
-  if (shared && shared->first == 0 && tick + 1 < travels_.size()) need(travels_[tick + 1], 0);  // note [Wires of legs]
+  if (shared && shared->first == 0 && tick + 1 < travels_.size()) make_wire(travels_[tick + 1], 0);  // note [Wires of legs]
   for (const auto stage : order_) {
-    const bool shares = shared && (stage == shared->first || stage == shared->second);
-    if (auto* const travel = entering(tick, stage)) {
-      if (stage == 0 && !void_value) {
-        enter(*travel, stage, void_value);
-        if (!shares) start(*travel, stage);
-      } else {
-        const auto on_side_streams = buckets_.side_streams().make_current();
-        enter(*travel, stage, void_value);
-        if (!shares) start(*travel, stage);
-      }
+    auto* const travel = entering(tick, stage);
+    if (travel != nullptr && stage == 0) enter(*travel, stage, void_value);
+    if (travel != nullptr && stage > 0) {
+      const auto on_side_streams = buckets_.side_streams().make_current();
+      enter(*travel, stage, void_value);
     }
-    if (shares && stage == shared->second) start_shared(tick);
+    if (shared && stage == shared->second) start_shared(tick);
   }
+}
+
+void Driver::enter(Travel& travel, size_t stage, std::optional<double> void_value) {
+  if (void_value && (was_drained_ || !trip_.stages[stage].is_relayed)) {
+    make_void(travel, stage, *void_value);
+  } else {
+    write(travel, stage);
+  }
+  const auto& shared = trip_.shared;
+  if (!shared || (stage != shared->first && stage != shared->second)) start(travel, stage);
 }
 
 // Both legs are written.
@@ -136,37 +143,27 @@ void Driver::start_shared(size_t tick) {
   }
 }
 
-void Driver::enter(Travel& travel, size_t stage, std::optional<double> void_value) {
-  if (!void_value || (trip_.stages[stage].is_relayed && !was_drained_)) return write(travel, stage);
-  make_void(travel, stage, *void_value);
-}
-
 void Driver::write(Travel& travel, size_t stage) {
   const auto& now = trip_.stages[stage];
   if (!now.write) return;
   if (stage > 0) arrive(travel, stage - 1);
-  if (now.leg) need(travel, *now.leg);
+  if (const auto* wire = travel.wire_of(now); wire != nullptr && !wire->exists()) make_wire(travel, *now.leg);
   const auto travels = now.write(travel);
-  if (carrier(travel, stage).travel != &travel) return;
-  if (const auto room = room_for_status(travel, stage, travels); room.defined()) {
-    write_status(room);
-    status_ = room;
-  }
-  cut(travel, stage, travels);
+  if (is_carried(travel, stage)) return;
+  write_status(travel, stage, travels);
+  if (!travel.at(stage).travels.is_same(travels)) cut(travel, stage, travels);  // pieces stay while their wire is the same
 }
 
 // Makes the wire of a leg, before its first use in a window.
-void Driver::need(Travel& travel, size_t leg) {
-  if (leg >= travel.legs.size()) return;
-  const auto carried = leg == 1 ? carrier(travel, trip_.shared->second) : At{&travel, 0};
+void Driver::make_wire(Travel& travel, size_t leg) {
   auto& wire = travel.wires[leg];
-  if (carried.travel != &travel) {
-    need(*carried.travel, 0);
-    const auto& whole = carried.travel->wires[0].tensor();
-    if (!wire.exists()) wire.become(whole.narrow(0, carried.travel->legs[0].elements, travel.legs[1].elements));
-    return;
+  if (wire.exists()) return;
+  auto& host = leg == 1 ? *carrier(travel, trip_.shared->second).travel : travel;
+  if (&host != &travel) {
+    make_wire(host, 0);
+    return wire.become(host.wires[0].tensor().narrow(0, host.legs[0].elements, travel.legs[1].elements));
   }
-  if (!wire.need()) return;
+  wire.make();
   wire.tensor().zero_();
   if (!wire.sum().is_same(wire.tensor())) wire.sum().zero_();
   travel.bucket->window.producers.note(travel.bucket->device());
@@ -181,17 +178,14 @@ Driver::At Driver::carrier(Travel& travel, size_t stage) {
   return has_host ? At{&travels_[host], stage - behind} : At{&travel, stage};
 }
 
-
-// Pieces stay while their wire is the same.
 void Driver::cut(Travel& travel, size_t stage, const at::Tensor& travels) {
   auto& flight = travel.at(stage);
-  if (flight.travels.is_same(travels) && travels.defined()) return;
   flight.travels = travels;
   const auto& by = trip_.stages[flight.first];
   const bool is_empty = !travels.defined() || (travels.numel() == 0 && way_->hook == nullptr);
   const auto parts = is_empty ? Shards() : by.pieces(travels);
-  TORCH_CHECK(parts.size() <= kMostPieces, "fastddp: bucket ", travel.bucket->index(), " is too long to travel in ", kMostPieces,
-              " pieces");
+  TORCH_CHECK(parts.size() <= kMostPieces, "fastddp: bucket ", travel.bucket->index(), " is too long to travel in ",
+              kMostPieces, " pieces");
   const auto* const of_leg = travel.wire_of(by);
   const auto& wire = of_leg != nullptr ? *of_leg : travel.bucket->wire;
   const bool has_beside = wire.exists() && travels.is_same(wire.tensor()) && !wire.sum().is_same(wire.tensor());
@@ -212,7 +206,7 @@ void Driver::cut(Travel& travel, size_t stage, const at::Tensor& travels) {
 // Note [Collectives that were started]
 void Driver::start(Travel& travel, size_t stage) {
   auto& flight = travel.at(stage);
-  if (flight.pieces.empty() || carrier(travel, stage).travel != &travel) return;
+  if (flight.pieces.empty() || is_carried(travel, stage)) return;
   const auto& sends = *trip_.stages[stage].sends;
   // The range of what is no gradient names no bucket: the wire may carry another one's leg.
   std::optional<BucketRange> of_bucket;
@@ -250,9 +244,7 @@ void Driver::wait_for_users(const Function& wait) {
 }
 
 void Driver::wait(Piece& piece) {
-  wait_for_users([&] {
-    who_waits_.wait_for(piece.works, piece.wire);
-  });
+  wait_for_users([&] { who_waits_.wait_for(piece.works, piece.wire); });
 }
 
 // Waits until the stage's data has come, and adds it up.
@@ -266,7 +258,7 @@ void Driver::complete(Travel& travel, size_t stage, Piece& piece) {
 
 void Driver::arrive(Travel& travel, size_t stage) {
   const BucketRange range("wait", *travel.bucket, stage);
-  const auto by = carrier(travel, stage);
+  const auto by = trip_.shared ? carrier(travel, stage) : At{&travel, stage};
   for (auto& piece : by.travel->at(by.stage).pieces) complete(*by.travel, by.stage, piece);
 }
 
@@ -286,7 +278,7 @@ bool Driver::has_arrived(const Bucket& bucket) {
 // On a device with streams the call may come sooner, with a current stream that waits for the collective. It never comes if the
 // process group has no futures.
 void Driver::tell_when_arrived(const Bucket& bucket) {
-  const auto call = moments_.when_arrived(bucket.index());
+  const auto call = timeline_.when_arrived(bucket.index());
   if (call == nullptr) return;
   const auto by = carrier(travels_[bucket.index()], lag());
   Works works;
@@ -306,7 +298,7 @@ void Driver::finish_arrived() {
 
 void Driver::finish_all() {
   while (finished_ < travels_.size()) {
-    moments_.happened(What::finish, finished_);
+    timeline_.happened(What::finish, finished_);
     finish_next();
   }
 }
@@ -315,7 +307,7 @@ void Driver::finish_next() {
   const auto on_side_streams = buckets_.side_streams().make_current();
   auto& travel = travels_[finished_++];
   finish(travel);
-  moments_.happened(What::finished, travel.bucket->index());
+  timeline_.happened(What::finished, travel.bucket->index());
   note_use_of_wire(*travel.bucket, travel.bucket->wire.tensor());
   on_finished_(*travel.bucket);
 }
@@ -392,8 +384,11 @@ at::Tensor Driver::room_for_status(const Travel& travel, size_t stage, const at:
   return travel.legs.empty() ? travel.bucket->layout.tail(wire) : wire.narrow(0, travel.legs.back().elements, kStatusRoom);
 }
 
-void Driver::write_status(const at::Tensor& room) {
-  travels_.back().bucket->wire.lend(room);
+void Driver::write_status(const Travel& travel, size_t stage, const at::Tensor& wire) {
+  const auto room = room_for_status(travel, stage, wire);
+  if (!room.defined()) return;
+  status_ = room;
+  travel.bucket->wire.lend(room);
   if (write_status_) write_status_(room);
 }
 
@@ -412,11 +407,11 @@ Driver::Status Driver::take_status() {
 void Driver::make_void(Travel& travel, size_t stage, double value) {
   auto& flight = travel.at(stage);
   const auto& by = trip_.stages[flight.first];
-  if (by.leg) need(travel, *by.leg);
-  if (carrier(travel, stage).travel != &travel || std::exchange(flight.is_void, true)) return;
+  if (travel.wire_of(by) != nullptr) make_wire(travel, *by.leg);
+  if (is_carried(travel, stage) || std::exchange(flight.is_void, true)) return;
   if (travel.wire_of(by) != nullptr) return overwrite(travel, stage, value);
   const auto instead = by.instead ? by.instead(travel, value) : at::Tensor();
-  if (const auto room = room_for_status(travel, stage, instead); room.defined()) write_status(status_ = room);
+  write_status(travel, stage, instead);
   cut(travel, stage, instead);
   for (auto& piece : flight.pieces) piece.added_up = stage;
 }
@@ -434,10 +429,8 @@ void Driver::overwrite(Travel& travel, size_t stage, double value) {
     const auto place = instead.narrow(0, travel.legs[0].elements, guest->legs[1].elements);
     trip_.codec->fill_void(1, guest->bucket->index(), place, value);
   }
-  if (const auto room = room_for_status(travel, stage, instead); room.defined()) {
-    write_status(room);
-    status_ = room_for_status(travel, stage, wire);  // where the ranks' sum comes
-  }
+  write_status(travel, stage, instead);
+  status_ = room_for_status(travel, stage, wire);  // where the ranks' sum comes
   const auto parts = by.pieces(instead);
   for (auto i = flight.started[stage]; i < flight.pieces.size(); ++i) flight.pieces[i].wire.copy_(parts[i]);
 }

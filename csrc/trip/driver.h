@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "pages/snapshot.h"
+#include "observe/timeline.h"
 #include "transport/weighting.h"
 #include "transport/works.h"
 #include "trip/trips.h"
@@ -44,22 +44,13 @@ namespace fastddp {
 // called or that raised. So it takes part without its gradients and ignores the result. A tick that raised may have started none,
 // some or all of its collectives: the rest is started.
 
-// Who is told what happens to buckets.
-class Moments {
- public:
-  virtual ~Moments() = default;
-  virtual void happened(What what, size_t bucket) = 0;
-  // Returns what to call, from any thread, when a bucket's last collective, which has started, is done; null: nothing.
-  virtual std::function<void()> when_arrived(size_t bucket) const = 0;
-};
-
 // All functions are called under the reducer's lock. It is released while users' code runs or is waited for (note [User code],
 // user_code.h). No call takes the GIL, except where a user's hook runs.
 class Driver {
  public:
   // `on_finished`: called when the gradients of a bucket are written, on the stream on which they were.
-  Driver(Buckets& buckets, Moments& moments, std::mutex& lock, std::function<void(Bucket&)> on_finished)
-      : buckets_(buckets), moments_(moments), lock_(lock), on_finished_(std::move(on_finished)) {}
+  Driver(Buckets& buckets, Timeline& timeline, std::mutex& lock, std::function<void(Bucket&)> on_finished)
+      : buckets_(buckets), timeline_(timeline), lock_(lock), on_finished_(std::move(on_finished)) {}
 
   // --- Between two windows
 
@@ -105,9 +96,7 @@ class Driver {
 
   static constexpr int64_t kStatusRoom = 102;
   // The tick in which the status travels with gradients; none: it has to travel by itself.
-  std::optional<size_t> status_tick() const {
-    return trip_.has_status ? std::optional(ticks() - 1) : std::nullopt;
-  }
+  std::optional<size_t> status_tick() const { return trip_.has_status ? std::optional(ticks() - 1) : std::nullopt; }
   using WriteStatus = std::function<void(const at::Tensor& room)>;
   void status_is_written_by(WriteStatus write) { write_status_ = std::move(write); }
   struct Status {
@@ -139,7 +128,7 @@ class Driver {
   Travel* entering(size_t tick, size_t stage);
   void enter(Travel& travel, size_t stage, std::optional<double> void_value);
   void write(Travel& travel, size_t stage);
-  void need(Travel& travel, size_t leg);
+  void make_wire(Travel& travel, size_t leg);
   void cut(Travel& travel, size_t stage, const at::Tensor& travels);
   void start(Travel& travel, size_t stage);
   void start_shared(size_t tick);
@@ -152,7 +141,7 @@ class Driver {
   void finish(Travel& travel);
   void forget(Travel& travel);
   at::Tensor room_for_status(const Travel& travel, size_t stage, const at::Tensor& wire) const;
-  void write_status(const at::Tensor& room);
+  void write_status(const Travel& travel, size_t stage, const at::Tensor& wire);
   void make_void(Travel& travel, size_t stage, double value);
   void overwrite(Travel& travel, size_t stage, double value);
   void recover(Travel& travel);
@@ -164,9 +153,10 @@ class Driver {
     size_t stage;
   };
   At carrier(Travel& travel, size_t stage);
+  bool is_carried(Travel& travel, size_t stage) { return trip_.shared && carrier(travel, stage).travel != &travel; }
 
   Buckets& buckets_;
-  Moments& moments_;
+  Timeline& timeline_;
   std::mutex& lock_;
   const std::function<void(Bucket&)> on_finished_;
   std::shared_ptr<Way> way_;

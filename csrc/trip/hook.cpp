@@ -130,9 +130,8 @@ at::Tensor Hook::result(c10::ivalue::Future& future, const Bucket& bucket) const
 
 // A Python future holds a Python object. The future of a process group's collective holds a value of torch's own.
 at::Tensor Hook::tensor_in(const c10::IValue& value, const Bucket& bucket) const {
-  const auto [tensor, type] = value.isPyObject()
-                                  ? look_(value.toPyObject())
-                                  : Looked{value.isTensor() ? value.toTensor() : at::Tensor(), value.tagKind()};
+  const auto [tensor, type] = value.isPyObject() ? look_(value.toPyObject())
+                                                 : Looked{value.isTensor() ? value.toTensor() : at::Tensor(), value.tagKind()};
   TORCH_CHECK_TYPE(tensor.defined(), "fastddp: the future that the communication hook ", name_, " returned for bucket ",
                    bucket.index(), " holds an object of type ", type, ", not a tensor", kWhatItShouldHold, see("FD034"));
   return tensor;

@@ -47,11 +47,11 @@ struct Flight {
 
 struct Travel {
   Bucket* bucket;
-  Spans spans;             // what the codec encodes: of the bucket; in two levels, of this rank's run of it
-  std::vector<Leg> legs = {};   // none: the bucket's own wire travels
-  std::vector<Wire> wires = {}; // by leg
-  double scale = 1.0;      // of gradients, where they are written first
-  bool averages = false;   // an allreduce does the rest
+  Spans spans;                   // what the codec encodes: of the bucket; in two levels, of this rank's run of it
+  std::vector<Leg> legs = {};    // none: the bucket's own wire travels
+  std::vector<Wire> wires = {};  // by leg
+  double scale = 1.0;            // of gradients, where they are written first
+  bool averages = false;         // an allreduce does the rest
   std::vector<Flight> flights = {};
   std::vector<size_t> flight_of = {};  // by stage
   // In two levels: the bucket's wire of which the spans' gradients are parts, and the part that has them all.

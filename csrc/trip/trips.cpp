@@ -34,6 +34,13 @@ std::shared_ptr<const Adder> adder_of(Codec* codec, int64_t unit) {
   return std::make_shared<Adder>(Adder{unit, add});
 }
 
+// Into how many shards the lanes' ranks cut a wire.
+int64_t owners_of(const Way& way) {
+  int64_t owners = 1;
+  for (const auto& level : way.levels) owners *= static_cast<int64_t>(level.shards);
+  return owners;
+}
+
 Shards whole(const at::Tensor& wire) {
   return {wire};
 }
@@ -42,12 +49,13 @@ Shards whole(const at::Tensor& wire) {
 Route over_lanes(const Way& way, c10::Device device, int64_t adds_unit) {
   const auto& lanes = *way.lanes;
   if (way.nodes.empty()) {
-    TORCH_CHECK_VALUE(adds_unit == 0, "fastddp: an allreduce adds up numbers, and this codec's bytes are none. Name the nodes "
-                                      "of ranks, which then add up themselves.");
+    TORCH_CHECK_VALUE(adds_unit == 0,
+                      "fastddp: an allreduce adds up numbers, and this codec's bytes are none. Name the nodes "
+                      "of ranks, which then add up themselves.");
     return {{make_all_reduce(lanes)}, [lanes](const at::Tensor& wire) { return lanes.split(wire); }};
   }
   Route route;
-  for (const auto& level : way.levels) route.owners *= static_cast<int64_t>(level.shards);
+  route.owners = owners_of(way);
   // On a device 16 bytes of 16-bit numbers, which its kernel reads at a time.
   route.unit = adds_unit > 0 ? adds_unit : has_streams(device) ? 8 : 1;
   std::vector<Halves> halves;
@@ -98,7 +106,8 @@ int64_t adds_unit_of(const Travels& travels) {
 }
 
 // Reserves a place in the slab of the lane that carries the wire's first piece. Null: there is none.
-WireMemory place_of(Slabs* slabs, const Collective& first, const Bucket& bucket, int64_t elements, c10::ScalarType dtype, bool twice) {
+WireMemory place_of(Slabs* slabs, const Collective& first, const Bucket& bucket, int64_t elements, c10::ScalarType dtype,
+                    bool twice) {
   if (slabs == nullptr) return nullptr;
   return slabs->reserve(first.lanes.of(bucket.index(), 0), bucket.device(), Slabs::bytes(elements, dtype) * (twice ? 2 : 1));
 }
@@ -138,11 +147,6 @@ at::Tensor void_wire(const Travel& travel, double value) {
   return wire;
 }
 
-at::Tensor own_wire(Travel& travel) {
-  pack(*travel.bucket, travel.scale);
-  return travel.bucket->wire.tensor();
-}
-
 void add_stages(Trip& trip, const Route& route, Stage first) {
   const auto is_relayed = first.is_relayed;
   first.pieces = route.pieces;
@@ -173,14 +177,6 @@ std::function<std::function<void()>(Bucket&, double)> late_over(const Way& way) 
   };
 }
 
-void on_gradient(Travel& travel, Codec& codec, size_t member) {
-  auto& bucket = *travel.bucket;
-  if (travel.legs.empty()) return pack_on_arrival(bucket, member, travel.scale);
-  if (!bucket.kernels->pack_on_arrival() || travel.legs.front().is_whole) return;
-  wait_for_gradients(bucket);
-  encode_members(travel, codec, std::array{member});
-}
-
 // ----------------------------------------------------------------------------------------------------------------------- trips
 
 // Sums of ones are exact up to this number.
@@ -209,9 +205,7 @@ Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
     travel.spans = spans_of(*travel.bucket);
     travel.spans.needs_wire = slabs != nullptr && slabs->are_symmetric() && way.lanes->ranks() > 1;
   }
-  int64_t owners = 1;
-  for (const auto& level : way.levels) owners *= static_cast<int64_t>(level.shards);
-  plan(travels, *codec, owners);
+  plan(travels, *codec, owners_of(way));
   const auto adds_unit = adds_unit_of(travels);
   const auto route =
       way.keeps_runs ? to_runs(way, *way.lanes, device, adds_unit, /*is_last=*/true) : over_lanes(way, device, adds_unit);
@@ -229,7 +223,9 @@ Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
 
   Stage first;
   first.leg = 0;
-  first.write = [codec](Travel& travel) { return travel.legs.empty() ? own_wire(travel) : encode_rest(travel, *codec); };
+  first.write = [codec](Travel& travel) {
+    return travel.legs.empty() ? pack(*travel.bucket, travel.scale) : encode_rest(travel, *codec);
+  };
   first.instead = void_wire;
   add_stages(trip, route, first);
   if (travels.front().legs.size() > 1) {
@@ -237,7 +233,13 @@ Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
     add_second_leg(trip, route, first, [](const Travel& travel) { return travel.scale; });
   }
   plan_wires(travels, route, trip.shared, tail, slabs);
-  trip.gradient = [codec](Travel& travel, size_t member) { on_gradient(travel, *codec, member); };
+  trip.gradient = [codec](Travel& travel, size_t member) {
+    auto& bucket = *travel.bucket;
+    if (travel.legs.empty()) return pack_on_arrival(bucket, member, travel.scale);
+    if (!bucket.kernels->pack_on_arrival() || travel.legs.front().is_whole) return;
+    wait_for_gradients(bucket);
+    encode_members(travel, *codec, std::array{member});
+  };
   if (way.keeps_runs) {
     trip.end = [codec](Travel& travel) {
       auto& bucket = *travel.bucket;
@@ -269,14 +271,12 @@ Trip in_two_levels(const Way& way, Travels& travels, Slabs* slabs) {
   auto* const codec = way.codec.get();
   const auto* const sharding = way.sharding.get();
   for (auto& travel : travels) travel.spans = spans_of_run(*travel.bucket, *sharding);
-  int64_t owners = 1;
-  for (const auto& level : way.levels) owners *= static_cast<int64_t>(level.shards);
-  plan(travels, *codec, owners);
+  plan(travels, *codec, owners_of(way));
   const auto between = over_lanes(way, device, adds_unit_of(travels));
   const auto unit = between.owners * between.unit;
   if (!fit_in_runs(travels, *sharding, unit)) {
     for (auto& travel : travels) travel.spans.needs_wire = true;
-    plan(travels, *codec, owners);
+    plan(travels, *codec, owners_of(way));
   }
   const auto to_node = to_runs(way, *way.node, device, 0, /*is_last=*/way.keeps_runs);
   for (auto& travel : travels) {
@@ -286,7 +286,7 @@ Trip in_two_levels(const Way& way, Travels& travels, Slabs* slabs) {
   Trip trip;
   trip.codec = way.codec;
   Stage first;
-  first.write = own_wire;
+  first.write = [](Travel& travel) { return pack(*travel.bucket, travel.scale); };
   first.instead = [is_zero = way.remembers](Travel& travel, double value) { return void_wire(travel, is_zero ? 0.0 : value); };
   add_stages(trip, to_node, first);
   const auto scale = way.remembers ? 1.0 / static_cast<double>(way.lanes->ranks()) : 1.0;
@@ -336,7 +336,7 @@ Trip by_hook(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Sla
   for (auto& travel : travels) set_own_wire(*travel.bucket, {travel.bucket->layout.gradient_dtype()}, *way.hook, slabs);
   Trip trip;
   Stage stage;
-  stage.write = own_wire;
+  stage.write = [](Travel& travel) { return pack(*travel.bucket, travel.scale); };
   stage.instead = [hook = way.hook](Travel& travel, double) {
     hook->run_void(*travel.bucket);
     return at::Tensor();
@@ -374,8 +374,8 @@ Travel* guest_of(Travels& travels, const std::optional<Shared>& shared, size_t b
   const auto behind = shared ? shared->second - shared->first : 0;
   if (!shared || bucket < behind) return nullptr;
   auto& guest = travels[bucket - behind];
-  const bool fits = guest.legs[1].dtype == travels[bucket].legs[0].dtype &&
-                    guest.bucket->device() == travels[bucket].bucket->device();
+  const bool fits =
+      guest.legs[1].dtype == travels[bucket].legs[0].dtype && guest.bucket->device() == travels[bucket].bucket->device();
   return fits ? &guest : nullptr;
 }
 

@@ -40,7 +40,7 @@ struct Way {
   bool divides = false;  // an allreduce may average; the same on all ranks
   // Which rank has what: of the optimizer, or in two levels of each node.
   std::shared_ptr<Sharding> sharding = nullptr;
-  bool keeps_runs = false;  // a rank gets the averages of its own run alone
+  bool keeps_runs = false;         // a rank gets the averages of its own run alone
   std::optional<Lanes> node = {};  // two levels: the ranks of the node
   bool remembers = false;          // the codec does
   std::shared_ptr<Hook> hook = nullptr;
@@ -55,7 +55,7 @@ struct Way {
   // Lets ranks that read each other's memory meet, once: all ranks call it together (note [Reads], transport/reads.h).
   void meet(c10::Device device);
 
-  std::vector<Level> levels = {};                              // of the lanes' ranks
+  std::vector<Level> levels = {};  // of the lanes' ranks
   std::vector<std::shared_ptr<const Owners>> level_owners = {};
   std::shared_ptr<const Owners> run_owners = nullptr;
 };

@@ -1,42 +1,21 @@
-#include "reducer/timeline.h"
+#include "observe/timeline.h"
 
 #include <utility>
 
-#include "transport/works.h"
-
 namespace fastddp {
 
-namespace {
-
-// How many collectives the group has begun, where its backend counts them.
-std::optional<uint64_t> sequence_of(c10d::ProcessGroup* group) {
-  using Type = c10d::ProcessGroup::BackendType;
-  if (group == nullptr) return std::nullopt;
-  const auto type = group->getBackendType();
-  if (type != Type::GLOO && type != Type::NCCL) return std::nullopt;
-  return group->getSequenceNumberForGroup();
-}
-
-}  // namespace
-
-Timeline::Timeline(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
-                   const c10d::ProcessGroup& group)
+Timeline::Timeline(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, int rank, int ranks)
     : device_(parameters.front().device()),
-      progress_(std::make_shared<Progress>(names, group.getRank(), group.getSize())),
+      progress_(std::make_shared<Progress>(names, rank, ranks)),
       device_progress_(std::make_shared<DeviceProgress>(progress_)),
       ready_times_(parameters) {}
 
-void Timeline::plan(const std::vector<Bucket>& buckets, std::shared_ptr<const Way> way) {
-  way_ = std::move(way);
-  const auto before = std::exchange(plan_, {});
-  std::vector<uint64_t> bytes;
-  devices_.clear();
-  for (const auto& bucket : buckets) {
-    plan_.push_back(bucket.layout.parameters());
-    bytes.push_back(static_cast<size_t>(bucket.layout.numbers()) * c10::elementSize(bucket.layout.format().dtype));
-    devices_.push_back(bucket.device());
-  }
-  if (plan_ != before) sampler_.forget();
+void Timeline::plan(std::vector<std::vector<size_t>> buckets, const std::vector<uint64_t>& bytes,
+                    std::vector<c10::Device> devices, std::function<Begun()> begun) {
+  if (buckets != plan_) sampler_.forget();
+  plan_ = std::move(buckets);
+  devices_ = std::move(devices);
+  begun_ = std::move(begun);
   progress_->plan(plan_, bytes);
 }
 
@@ -71,9 +50,8 @@ void Timeline::tell(What what, std::optional<size_t> bucket) {
 // `starts` and `started` say how many collectives each lane has begun.
 void Timeline::happened(What what, size_t bucket) {
   if (what == What::starts || what == What::started) {
-    Progress::Sequences of_lanes;
-    for (size_t lane = 0; lane < of_lanes.size(); ++lane) of_lanes[lane] = sequence_of(way_->lane(lane, device_));
-    progress_->begun(sequence_of(way_->all.get()), of_lanes);
+    const auto [sequence, of_lanes] = begun_();
+    progress_->begun(sequence, of_lanes);
   }
   tell(what, bucket);
 }

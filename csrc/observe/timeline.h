@@ -9,33 +9,34 @@
 #include <string>
 #include <vector>
 
-#include "bucket/bucket.h"
 #include "observe/device_progress.h"
 #include "observe/progress.h"
 #include "observe/ranges.h"
 #include "observe/ready_times.h"
 #include "observe/step_sampler.h"
-#include "trip/driver.h"
-#include "window/window.h"
 
 namespace fastddp {
 
 // If nobody listens, a call costs a few stores and tests.
-class Timeline : public Moments {
+class Timeline {
  public:
-  Timeline(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, const c10d::ProcessGroup& group);
+  Timeline(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, int rank, int ranks);
 
-  // These are the buckets now, and how they travel. Other buckets than before end the sampled step.
-  void plan(const std::vector<Bucket>& buckets, std::shared_ptr<const Way> way);
-  void window(const Window& window) { progress_->window(static_cast<uint32_t>(window.state()), window.ended()); }
+  // The buckets now: their parameters, bytes and devices. Other buckets than before end the sampled step. `begun` tells how many
+  // collectives have begun, of the process group and of each lane.
+  using Begun = std::pair<std::optional<uint64_t>, Progress::Sequences>;
+  void plan(std::vector<std::vector<size_t>> buckets, const std::vector<uint64_t>& bytes, std::vector<c10::Device> devices,
+            std::function<Begun()> begun);
+  void window(uint32_t state, size_t ended) { progress_->window(state, ended); }
 
   void gradient(size_t parameter) {
     ready_times_.gradient(parameter);
     progress_->gradient(parameter);
   }
   void happened(What what) { tell(what, std::nullopt); }
-  void happened(What what, size_t bucket) override;
-  std::function<void()> when_arrived(size_t bucket) const override { return sampler_.when_arrived(bucket, is_here(bucket)); }
+  void happened(What what, size_t bucket);
+  // Returns what to call, from any thread, when a bucket's last collective, which has started, is done; null: nothing.
+  std::function<void()> when_arrived(size_t bucket) const { return sampler_.when_arrived(bucket, is_here(bucket)); }
   // What the thread that trains is doing, in the words of others.
   What doing() const { return shown(progress_->doing().what); }
 
@@ -72,7 +73,7 @@ class Timeline : public Moments {
   const std::shared_ptr<DeviceProgress> device_progress_;
   StepSampler sampler_;
   ReadyTimes ready_times_;
-  std::shared_ptr<const Way> way_;
+  std::function<Begun()> begun_;
   std::vector<std::vector<size_t>> plan_;
   std::vector<c10::Device> devices_;  // by bucket
   LongRange step_{"step"};
