@@ -83,7 +83,6 @@ class Layout {
   bool set_grid(Grid grid);
   const Grid& grid() const { return grid_; }
 
-  at::TensorOptions wire_options() const { return at::TensorOptions().dtype(format_.dtype).device(device()); }
   void zero_gaps(const at::Tensor& wire) const;
   at::Tensor tail(const at::Tensor& wire) const { return wire.narrow(0, wire.numel() - format_.tail, format_.tail); }
   // Writes `value` in place of every gradient, and zeros to the gaps.

@@ -78,7 +78,7 @@ void Reducer::set_plan(const Plan& plan) {
   driver_.prepare(driver_.way());
   tell_plan();
   const c10::AutoGradMode no_grad(false);
-  if (memory_ == nullptr) buckets_.place_gradients();
+  if (driver_.memory() == nullptr) buckets_.place_gradients();
 }
 
 void Reducer::set_way(std::shared_ptr<Way> way) {
@@ -87,7 +87,7 @@ void Reducer::set_way(std::shared_ptr<Way> way) {
   check_between_windows("how gradients are exchanged can be changed");
   TORCH_CHECK_VALUE(!std::exchange(way->is_taken, true),
                     "fastddp: a way belongs to one reducer, and this one has its reducer already. Make another one.");
-  const auto memory = memory_;
+  const auto memory = driver_.memory();
   std::optional<Slabs> slabs;
   if (memory != nullptr) slabs.emplace(*memory);
   driver_.prepare(way, slabs ? &*slabs : nullptr);
@@ -124,7 +124,7 @@ void Reducer::tell_plan() {
 void Reducer::use_memory(std::shared_ptr<const RegisteredMemory> memory) {
   const std::lock_guard lock(mutex_);
   check_between_windows("where wires come from can be changed");
-  memory_ = std::move(memory);
+  driver_.use_memory(std::move(memory));
   for (auto& bucket : buckets_.all()) bucket.wire.give_back();  // gradients that live there move with the next way
 }
 

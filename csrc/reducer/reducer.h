@@ -239,7 +239,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Window window_;
   Averaged averaged_;
   Backwards backwards_;
-  std::shared_ptr<const RegisteredMemory> memory_;  // null: ordinary memory
   Timeline timeline_;
   Driver driver_;
   Steps steps_;

@@ -1,7 +1,5 @@
 #include "trip/driver.h"
 
-#include <ATen/ops/zeros_like.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -423,7 +421,7 @@ void Driver::overwrite(Travel& travel, size_t stage, double value) {
   const auto& wire = travel.wires[leg].tensor();
   cut(travel, stage, wire);
   if (stage > flight.first) return;
-  const auto instead = at::zeros_like(wire);
+  const auto instead = travel.wires[leg].another().zero_();
   trip_.codec->fill_void(leg, travel.bucket->index(), instead.narrow(0, 0, travel.legs[leg].elements), value);
   if (auto* const guest = leg == 0 ? guest_of(travels_, trip_.shared, travel.bucket->index()) : nullptr) {
     const auto place = instead.narrow(0, travel.legs[0].elements, guest->legs[1].elements);

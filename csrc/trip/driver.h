@@ -57,6 +57,9 @@ class Driver {
   // Takes another way, or new buckets. `slabs`: the places for wires that do not exist yet; null: no such memory.
   void prepare(std::shared_ptr<Way> way, Slabs* slabs = nullptr);
   const std::shared_ptr<Way>& way() const { return way_; }
+  // Where the wires of coming ways come from; null: ordinary memory.
+  const std::shared_ptr<const RegisteredMemory>& memory() const { return memory_; }
+  void use_memory(std::shared_ptr<const RegisteredMemory> memory) { memory_ = std::move(memory); }
   void set_weighting(const Weighting& weighting);
   const Weighting& weighting() const { return weighting_; }
   // The factor for gradients that travel outside of buckets, before the ranks add them up.
@@ -160,6 +163,7 @@ class Driver {
   std::mutex& lock_;
   const std::function<void(Bucket&)> on_finished_;
   std::shared_ptr<Way> way_;
+  std::shared_ptr<const RegisteredMemory> memory_;
   Weighting weighting_;
   Trip trip_;
   std::vector<Travel> travels_;  // by bucket

@@ -1,7 +1,5 @@
 #include "trip/hook.h"
 
-#include <ATen/ops/zeros.h>
-
 #include <set>
 #include <utility>
 
@@ -69,7 +67,7 @@ std::function<void()> Hook::start_late(Bucket& bucket) const {
 
 void Hook::run_void(const Bucket& bucket) const {
   try {
-    const auto future = run(bucket, at::zeros({bucket.layout.wire_length()}, bucket.layout.wire_options()));
+    const auto future = run(bucket, bucket.wire.another().zero_());
     const Unlocked unlocked(*lock_);
     future->wait();
   } catch (const std::exception& error) {

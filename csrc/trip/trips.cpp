@@ -1,8 +1,5 @@
 #include "trip/trips.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -141,9 +138,8 @@ void plan_wires(Travels& travels, const Route& route, const std::optional<Shared
 // ---------------------------------------------------------------------------------------------------------------------- stages
 
 at::Tensor void_wire(const Travel& travel, double value) {
-  const auto& layout = travel.bucket->layout;
-  const auto wire = at::empty({layout.wire_length()}, layout.wire_options());
-  layout.fill(wire, value);
+  const auto wire = travel.bucket->wire.another();
+  travel.bucket->layout.fill(wire, value);
   return wire;
 }
 
@@ -298,7 +294,8 @@ Trip in_two_levels(const Way& way, Travels& travels, Slabs* slabs) {
     return travel.legs.empty() ? travel.run : encode_all(travel, *codec, 0, scale);
   };
   run.instead = [sharding, unit](Travel& travel, double value) {
-    return at::full({extent_of_run(travel, *sharding, unit).second}, value, travel.bucket->layout.wire_options());
+    const auto [begin, length] = extent_of_run(travel, *sharding, unit);
+    return void_wire(travel, value).narrow(0, begin, length);
   };
   add_stages(trip, between, run);
   if (travels.front().legs.size() > 1) add_second_leg(trip, between, run, [scale](const Travel&) { return scale; });
