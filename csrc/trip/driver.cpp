@@ -233,21 +233,12 @@ void Driver::start(Travel& travel, size_t stage) {
 
 // ------------------------------------------------------------------------------------------------------------------ what has come
 
-// Without the lock, if it is users' code that is waited for.
-template <typename Function>
-void Driver::wait_for_users(const Function& wait) {
-  std::optional<Unlocked> unlocked;
-  if (way_->hook != nullptr) unlocked.emplace(lock_);
-  wait();
-}
-
-void Driver::wait(Piece& piece) {
-  wait_for_users([&] { who_waits_.wait_for(piece.works, piece.wire); });
-}
-
 // Waits until the stage's data has come, and adds it up.
 void Driver::complete(Travel& travel, size_t stage, Piece& piece) {
-  wait(piece);
+  {
+    const Unlocked unlocked(lock_of_users());
+    who_waits_.wait_for(piece.works, piece.wire);
+  }
   if (piece.added_up > stage) return;
   trip_.stages[stage].sends->add_up(piece);
   if (piece.room.defined()) note_use_of_wire(*travel.bucket, piece.room);
@@ -452,8 +443,9 @@ void Driver::abandon_rest(double value) {
 void Driver::recover(Travel& travel) {
   for (auto& flight : travel.flights) {
     for (auto& piece : flight.pieces) {
+      const Unlocked unlocked(lock_of_users());
       // Of a window that failed.
-      wait(piece);
+      who_waits_.wait_for(piece.works, piece.wire);
     }
   }
   if (way_->keeps_runs && is_of_others_) return finish(travel);
@@ -465,7 +457,8 @@ void Driver::drain() {
   for (auto& travel : travels_) {
     for (auto& flight : travel.flights) {
       for (auto& piece : flight.pieces) {
-        wait_for_users([&] { fastddp::drain(piece.works); });
+        const Unlocked unlocked(lock_of_users());
+        fastddp::drain(piece.works);
       }
       flight.forget_wire();
     }

@@ -148,9 +148,8 @@ class Driver {
   void make_void(Travel& travel, size_t stage, double value);
   void overwrite(Travel& travel, size_t stage, double value);
   void recover(Travel& travel);
-  template <typename Function>
-  void wait_for_users(const Function& wait);
-  void wait(Piece& piece);
+  // What is released while users' code is waited for; null: there is none.
+  std::mutex* lock_of_users() const { return way_->hook == nullptr ? nullptr : &lock_; }
   struct At {
     Travel* travel;
     size_t stage;

@@ -232,8 +232,7 @@ Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
   trip.gradient = [codec](Travel& travel, size_t member) {
     auto& bucket = *travel.bucket;
     if (travel.legs.empty()) return pack_on_arrival(bucket, member, travel.scale);
-    if (!bucket.kernels->pack_on_arrival() || travel.legs.front().is_whole) return;
-    wait_for_gradients(bucket);
+    if (!bucket.kernels->pack_on_arrival() || travel.legs.front().is_whole) return;  // it does where there are no streams
     encode_members(travel, *codec, std::array{member});
   };
   if (way.keeps_runs) {

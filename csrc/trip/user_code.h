@@ -19,12 +19,18 @@ namespace fastddp {
 // Releases a lock that this thread holds, for as long as this lives.
 class Unlocked {
  public:
-  explicit Unlocked(std::mutex& held) : lock_(held) { lock_.unlock(); }
-  ~Unlocked() { lock_.lock(); }
+  explicit Unlocked(std::mutex& held) : Unlocked(&held) {}
+  // Null: nothing is released.
+  explicit Unlocked(std::mutex* held) : lock_(held) {
+    if (lock_ != nullptr) lock_->unlock();
+  }
+  ~Unlocked() {
+    if (lock_ != nullptr) lock_->lock();
+  }
   C10_DISABLE_COPY_AND_ASSIGN(Unlocked);
 
  private:
-  std::mutex& lock_;
+  std::mutex* const lock_;
 };
 
 // A part of an object. The object's lock is held for as long as this lives.
