@@ -29,6 +29,7 @@ struct Span {
   int64_t end;
   int64_t offset;               // where it begins in the wire, in numbers: a complex element is two
   at::Tensor like;              // has the shape, strides and device of its gradient; it may have no memory
+  bool packs = false;           // encode() adds what it reads of it to Spans::sums, as pack does
   at::Tensor gradient = {};     // this window's; undefined: zeros travel
   bool may_be_dropped = false;  // what travels is dropped if no rank has used the parameter
 

@@ -83,7 +83,7 @@ class Block8Codec : public Codec {
     for (const auto number : which) {
       const auto& span = spans.all[number];
       const bool is_first = errors_ != nullptr && note_change(errors.of_spans[number], span.may_be_dropped);
-      (is_first ? first : later).push_back({rows.to_read(span, dtype_read(spans)), span.offset / format_.block});
+      (is_first ? first : later).push_back({rows.of(span, dtype_read(spans), /*is_read=*/true), span.offset / format_.block});
     }
     const auto& wire = wires[0].tensor();
     const auto drawn = rounding(spans.bucket, /*of_sums=*/false);
@@ -98,7 +98,7 @@ class Block8Codec : public Codec {
     std::vector<BlockedGradient> gradients;
     for (const auto& span : spans.all) {
       if (span.length() == 0 || !span.gradient.defined()) continue;
-      gradients.push_back({rows.to_write(span, dtype), span.offset / format_.block});
+      gradients.push_back({rows.of(span, dtype, /*is_read=*/false), span.offset / format_.block});
     }
     Seen seen;
     if (!gradients.empty()) seen.measured.push_back(kernels->decode(gradients, wires[0].sum()));

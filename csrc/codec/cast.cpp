@@ -16,9 +16,10 @@ class Cast : public Codec {
     for (auto& spans : buckets) {
       const auto dtype = wire_.value_or(spans.dtype);
       spans.place(aligned(dtype), owners);
+      for (auto& span : spans.all) span.packs = true;
       planned_.push_back({spans.all, make_kernels(spans.device)});
       legs.emplace_back();
-      if (dtype != spans.dtype || spans.needs_wire) legs.back() = {{.dtype = dtype, .elements = spans.numbers, .packs = true}};
+      if (dtype != spans.dtype || spans.needs_wire) legs.back() = {{.dtype = dtype, .elements = spans.numbers}};
     }
     return legs;
   }

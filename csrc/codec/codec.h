@@ -19,7 +19,6 @@ struct Leg {
   c10::ScalarType dtype;
   int64_t elements;
   bool keeps_sent = false;  // the ranks' sum goes to memory beside the wire
-  bool packs = false;       // encode() adds what it reads to Spans::sums, as pack does
   bool is_whole = false;    // encode() takes all spans at once
   int64_t adds_unit = 0;    // ranks add it up by Codec::add(), in parts of multiples of so many elements; 0: it is numbers
 };

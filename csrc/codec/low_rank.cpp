@@ -48,7 +48,7 @@ at::Tensor part_of(const at::Tensor& square, const Span& span) {
 // One bucket. All tensors stay the same from window to window.
 class LowRankBucket {
  public:
-  LowRankBucket(const Spans& spans, const LowRankOptions& options, const LowRankMemory& memory)
+  LowRankBucket(Spans& spans, const LowRankOptions& options, const LowRankMemory& memory)
       : options_(options),
         wire_(options.wire.value_or(spans.dtype)),
         in_message_(wire_ == (spans.dtype == at::kDouble ? at::kDouble : at::kFloat)),
@@ -63,9 +63,10 @@ class LowRankBucket {
       result_ = at::empty({square.error.numel()}, square.error.options());
       return;
     }
-    for (const auto& span : spans.all) {
+    for (auto& span : spans.all) {
       const auto& matrix = memory.of_parameters.at(span.parameter);
       if (!matrix.q.defined()) {
+        span.packs = true;
         rest_.push_back(span);
         rest_elements_ += span.length();
         continue;
@@ -98,13 +99,13 @@ class LowRankBucket {
     for (const auto number : which) {
       const auto place = place_of_[number];
       if (place >= matrices_.size()) {
-        rest.push_back({spans.all[number].gradient, places(0, wires)[place]});
+        rest.push_back({spans.all[number].gradient, places(0, wires)[place], number});
       } else if (compressed.empty() || compressed.back() != place) {  // batched: all are of one
         compressed.push_back(place);
       }
     }
     compress(spans, compressed, wires, scale);
-    gradient_kernels_->pack(rest, scale, spans.call);
+    if (!rest.empty()) gradient_kernels_->pack(rest, scale, spans.call, spans.sums);
   }
 
   void make_q(const Spans& spans, Wires wires, double scale) {
@@ -139,7 +140,7 @@ class LowRankBucket {
     std::vector<LowRankMatrix> matrices;
     for (size_t i = 0; i < matrices_.size(); ++i) {
       const auto& own = matrices_[i];
-      const auto row = options_.batched ? result_ : rows.to_write(spans.all[own.span], spans.dtype);
+      const auto row = options_.batched ? result_ : rows.of(spans.all[own.span], spans.dtype, /*is_read=*/false);
       matrices.push_back(matrix(i, own.shaped(row), wires));
     }
     const auto measured = low_rank_->reconstruct(matrices);
@@ -250,7 +251,7 @@ class LowRankBucket {
   }
 
   at::Tensor to_read(Rows& rows, const Spans& spans, size_t i) const {
-    return matrices_[i].shaped(rows.to_read(spans.all[matrices_[i].span], spans.dtype));
+    return matrices_[i].shaped(rows.of(spans.all[matrices_[i].span], spans.dtype, /*is_read=*/true));
   }
 
   void compress(const Spans& spans, const std::vector<size_t>& which, Wires wires, double scale) {

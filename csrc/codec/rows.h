@@ -13,17 +13,14 @@ namespace fastddp {
 // For one call of a codec. A gradient with another memory order or dtype is copied.
 class Rows {
  public:
-  // [elements] of `dtype`; complex numbers are pairs. A span without a gradient has zeros.
-  at::Tensor to_read(const Span& span, c10::ScalarType dtype);
-  // The same memory to write to, with any numbers in it; write_back() follows.
-  at::Tensor to_write(const Span& span, c10::ScalarType dtype);
+  // [elements] of `dtype`; complex numbers are pairs. `is_read`: it has the gradient's numbers, or zeros where there is none. If not,
+  // it is written, and write_back() follows.
+  at::Tensor of(const Span& span, c10::ScalarType dtype, bool is_read);
   void write_back() const {
     for (const auto& [gradient, copy] : copies_) gradient.copy_(copy);
   }
 
  private:
-  at::Tensor row_of(const Span& span, c10::ScalarType dtype);
-
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // gradient, and a tensor like it in the row's memory
 };
 

@@ -156,10 +156,9 @@ void Driver::write(Travel& travel, size_t stage) {
 void Driver::make_wire(Travel& travel, size_t leg) {
   auto& wire = travel.wires[leg];
   if (wire.exists()) return;
-  auto& host = leg == 1 ? *carrier(travel, trip_.shared->second).travel : travel;
-  if (&host != &travel) {
-    make_wire(host, 0);
-    return wire.become(host.wires[0].tensor().narrow(0, host.legs[0].elements, travel.legs[1].elements));
+  if (auto* const host = leg == 1 ? host_of(travels_, trip_.shared, travel.bucket->index()) : nullptr) {
+    make_wire(*host, 0);
+    return wire.become(host->wires[0].tensor().narrow(0, host->legs[0].elements, travel.legs[1].elements));
   }
   wire.make();
   wire.tensor().zero_();
@@ -171,9 +170,8 @@ void Driver::make_wire(Travel& travel, size_t leg) {
 Driver::At Driver::carrier(Travel& travel, size_t stage) {
   const auto& shared = trip_.shared;
   if (!shared || stage < shared->second || stage >= shared->second + shared->of_a_leg) return {&travel, stage};
-  const auto behind = shared->second - shared->first, host = travel.bucket->index() + behind;
-  const bool has_host = host < travels_.size() && guest_of(travels_, shared, host) == &travel;
-  return has_host ? At{&travels_[host], stage - behind} : At{&travel, stage};
+  auto* const host = host_of(travels_, shared, travel.bucket->index());
+  return host == nullptr ? At{&travel, stage} : At{host, stage - (shared->second - shared->first)};
 }
 
 void Driver::cut(Travel& travel, size_t stage, const at::Tensor& travels) {
@@ -209,7 +207,7 @@ void Driver::start(Travel& travel, size_t stage) {
   // The range of what is no gradient names no bucket: the wire may carry another one's leg.
   std::optional<BucketRange> of_bucket;
   std::optional<Range> of_wire;
-  if (travel.wire_of(trip_.stages[flight.first]) == nullptr || travel.legs.front().packs) {
+  if (travel.wire_of(trip_.stages[flight.first]) == nullptr || (!trip_.shared && travel.spans.all.front().packs)) {
     of_bucket.emplace("collective", *travel.bucket, stage);
   } else {
     of_wire.emplace("collective", travel.bucket->index() + stage, std::vector{flight.travels});

@@ -48,6 +48,7 @@ struct Flight {
 struct Travel {
   Bucket* bucket;
   Spans spans;                   // what the codec encodes: of the bucket; in two levels, of this rank's run of it
+  std::vector<size_t> all = {};  // numbers of its spans
   std::vector<Leg> legs = {};    // none: the bucket's own wire travels
   std::vector<Wire> wires = {};  // by leg
   double scale = 1.0;            // of gradients, where they are written first
@@ -74,6 +75,8 @@ struct Shared {
 
 // The bucket whose second leg shares the wire of the first leg of number `bucket`; null: none.
 Travel* guest_of(std::vector<Travel>& travels, const std::optional<Shared>& shared, size_t bucket);
+// The bucket whose first leg shares its wire with the second one of number `bucket`; null: none.
+Travel* host_of(std::vector<Travel>& travels, const std::optional<Shared>& shared, size_t bucket);
 
 struct Trip {
   std::vector<Stage> stages;

@@ -42,16 +42,17 @@ std::pair<int64_t, int64_t> extent_of_run(const Travel& travel, const Sharding& 
 void encode_members(Travel& travel, Codec& codec, Numbers members) {
   auto& bucket = *travel.bucket;
   auto& spans = travel.spans;
+  std::vector<size_t> not_packed;
   for (const auto member : members) {
     auto& span = spans.all[member];
+    if (!span.packs) not_packed.push_back(member);
     span.gradient = bucket.gradient(member);
     span.may_be_dropped = bucket.window[member].may_be_dropped;
     bucket.window[member].packed = true;
     keep_for_current_stream(span.gradient);
   }
-  const bool packs = travel.legs.front().packs;
-  if (!packs) measure_local(bucket, members);
-  spans.sums = packs && bucket.local_sums ? &*bucket.local_sums : nullptr;
+  measure_local(bucket, not_packed);
+  spans.sums = bucket.local_sums ? &*bucket.local_sums : nullptr;
   for (const auto member : members) bucket.window[member].measured = true;
   spans.call = bucket.window.packs++;
   codec.encode(0, spans, members, travel.wires, travel.scale);
@@ -67,7 +68,7 @@ at::Tensor encode_rest(Travel& travel, Codec& codec) {
 
 at::Tensor encode_all(Travel& travel, Codec& codec, size_t leg, double scale) {
   const BucketRange range(leg == 0 ? "pack" : "project", *travel.bucket, leg);
-  codec.encode(leg, travel.spans, first_numbers(travel.spans.all.size()), travel.wires, scale);
+  codec.encode(leg, travel.spans, travel.all, travel.wires, scale);
   return travel.wires[leg].tensor();
 }
 

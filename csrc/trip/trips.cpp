@@ -93,6 +93,7 @@ void plan(Travels& travels, Codec& codec, int64_t owners) {
   const auto legs = codec.plan(spans, owners);
   for (size_t i = 0; i < travels.size(); ++i) {
     travels[i].spans = std::move(spans[i]);
+    travels[i].all = first_numbers(travels[i].spans.all.size());
     travels[i].legs = legs[i];
     travels[i].wires.resize(legs[i].size());
   }
@@ -102,17 +103,17 @@ int64_t adds_unit_of(const Travels& travels) {
   return travels.front().legs.empty() ? 0 : travels.front().legs.front().adds_unit;
 }
 
-// Reserves a place in the slab of the lane that carries the wire's first piece. Null: there is none.
-WireMemory place_of(Slabs* slabs, const Collective& first, const Bucket& bucket, int64_t elements, c10::ScalarType dtype,
-                    bool twice) {
+// Reserves a place in the slab of the lane that carries the wire's first piece, in this tick. Null: there is none.
+WireMemory place_of(Slabs* slabs, const Collective& first, size_t tick, const Bucket& bucket, int64_t bytes, bool twice) {
   if (slabs == nullptr) return nullptr;
-  return slabs->reserve(first.lanes.of(bucket.index(), 0), bucket.device(), Slabs::bytes(elements, dtype) * (twice ? 2 : 1));
+  return slabs->reserve(first.lanes.of(tick, 0), bucket.device(), twice ? 2 * bytes : bytes);
 }
 
 void set_own_wire(Bucket& bucket, WireFormat format, const Collective& first, Slabs* slabs) {
   bucket.set_wire(format);
   if (slabs == nullptr || slabs->are_symmetric() || bucket.wire.exists() || bucket.lends_wire()) return;
-  const auto memory = place_of(slabs, first, bucket, bucket.layout.wire_length(), format.dtype, first.takes_room);
+  const auto bytes = Slabs::bytes(bucket.layout.wire_length(), format.dtype);
+  const auto memory = place_of(slabs, first, bucket.index(), bucket, bytes, first.takes_room);
   bucket.set_wire(format, memory, /*has_room=*/memory != nullptr && first.takes_room);
 }
 
@@ -120,15 +121,17 @@ void set_own_wire(Bucket& bucket, WireFormat format, const Collective& first, Sl
 void plan_wires(Travels& travels, const Route& route, const std::optional<Shared>& shared, int64_t tail, Slabs* slabs) {
   for (auto& travel : travels) {
     for (size_t leg = 0; leg < travel.legs.size(); ++leg) {
-      const auto& [dtype, elements, keeps_sent, packs, is_whole, adds_unit] = travel.legs[leg];
+      const auto& [dtype, elements, keeps_sent, is_whole, adds_unit] = travel.legs[leg];
+      if (leg == 1 && host_of(travels, shared, travel.bucket->index()) != nullptr) continue;
       const bool is_last = &travel == &travels.back() && leg + 1 == travel.legs.size();
       auto* const guest = leg == 0 ? guest_of(travels, shared, travel.bucket->index()) : nullptr;
       const auto more = (guest == nullptr ? 0 : guest->legs[1].elements) + (is_last ? tail : 0);
       const auto length = rounded_up(elements + more, route.owners * route.unit);
       const auto& first = *route.collectives.front();
+      const auto tick = travel.bucket->index() + (leg == 0 ? 0 : shared->second);
       const bool is_lent = travel.bucket->layout.form().lazy_bucket_allocation;
-      const auto memory =
-          is_lent ? nullptr : place_of(slabs, first, *travel.bucket, length, dtype, keeps_sent || first.takes_room);
+      const auto memory = place_of(is_lent ? nullptr : slabs, first, tick, *travel.bucket, Slabs::bytes(length, dtype),
+                                   keeps_sent || first.takes_room);
       const bool has_beside = keeps_sent || (memory != nullptr && first.takes_room);
       travel.wires[leg].plan(Wire::Need{dtype, travel.bucket->device(), length, has_beside, memory});
     }
@@ -373,6 +376,11 @@ Travel* guest_of(Travels& travels, const std::optional<Shared>& shared, size_t b
   const bool fits =
       guest.legs[1].dtype == travels[bucket].legs[0].dtype && guest.bucket->device() == travels[bucket].bucket->device();
   return fits ? &guest : nullptr;
+}
+
+Travel* host_of(Travels& travels, const std::optional<Shared>& shared, size_t bucket) {
+  const auto host = bucket + (shared ? shared->second - shared->first : 0);
+  return shared && host < travels.size() && guest_of(travels, shared, host) != nullptr ? &travels[host] : nullptr;
 }
 
 std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> Way::groups() const {
