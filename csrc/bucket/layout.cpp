@@ -25,11 +25,11 @@ bool Layout::set_grid(Grid grid) {
 
 // Note [Aligned members]
 void Layout::place_members() {
-  const auto unit = static_cast<size_t>(std::lcm(format_.apart, grid_.member));
-  size_t offset = 0;
+  const auto unit = std::lcm(format_.apart, grid_.member);
+  int64_t next = 0;
   for (size_t member = 0; member < size(); ++member) {
-    offsets_[member] = offset;
-    offset = (offset + lengths_[member] + unit - 1) / unit * unit;
+    offsets_[member] = static_cast<size_t>(next);
+    next = rounded_up(next + length(member), unit);
   }
 }
 

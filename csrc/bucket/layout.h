@@ -71,10 +71,7 @@ class Layout {
   int64_t numbers() const { return std::accumulate(lengths_.begin(), lengths_.end(), int64_t{0}); }
   // extent(): the numbers up to the end of the last member. wire_length(): with the padding after it.
   int64_t extent() const { return static_cast<int64_t>(offsets_.back() + lengths_.back()); }
-  int64_t wire_length() const {
-    const auto unit = std::lcm(format_.unit, grid_.wire);
-    return (extent() + format_.tail + unit - 1) / unit * unit;
-  }
+  int64_t wire_length() const { return rounded_up(extent() + format_.tail, std::lcm(format_.unit, grid_.wire)); }
 
   const WireFormat& format() const { return format_; }
   // Returns whether the format has changed.

@@ -31,7 +31,7 @@ Runs cut_between_members(const Layout& layout, size_t ranks, int64_t unit) {
     const auto share = (layout.extent() - begin) / static_cast<int64_t>(ranks - rank);
     auto end = begin;
     for (; member < layout.size(); ++member) {
-      const auto with_next = (layout.offset(member) + layout.length(member) + unit - 1) / unit * unit;
+      const auto with_next = rounded_up(layout.offset(member) + layout.length(member), unit);
       const bool comes_nearer = with_next - begin - share <= share - (end - begin);
       if (rank + 1 < ranks && !comes_nearer) break;
       end = with_next;

@@ -14,6 +14,10 @@
 
 namespace fastddp {
 
+inline int64_t rounded_up(int64_t number, int64_t unit) {
+  return (number + unit - 1) / unit * unit;
+}
+
 // Where members begin, and how long a wire is: multiples of so many numbers, beside what a codec asks for.
 struct Grid {
   int64_t member = 1;
@@ -58,9 +62,9 @@ struct Spans {
     for (auto& span : all) {
       span.offset = next;
       end = next + span.length();
-      next = (end + step - 1) / step * step;
+      next = rounded_up(end, step);
     }
-    numbers = (end + whole - 1) / whole * whole;
+    numbers = rounded_up(end, whole);
   }
 };
 

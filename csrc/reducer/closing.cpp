@@ -24,7 +24,7 @@ void Closing::reset() {
 
 // ------------------------------------------------------------------------------------------------------------- status
 
-static_assert(Driver::kStatusRoom == WindowStatus::kNumbers);
+static_assert(kStatusRoom == WindowStatus::kNumbers);
 
 WindowStatus::Said Closing::said(const Driver& driver) const {
   WindowStatus::Said said;

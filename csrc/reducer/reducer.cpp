@@ -52,7 +52,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
 
 Reducer::~Reducer() {
   hooks_.remove();
-  interruption_->keep_for_good(process_group_, driver_.way());
+  interruption_->keep_for_good(process_group_, driver_.way(), driver_.travels());
   if (!window_.has_begun() && !window_.is(WindowState::failed)) return;
   const std::lock_guard lock(mutex_);
   const c10::AutoGradMode no_grad(false);

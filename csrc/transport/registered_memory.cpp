@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "bucket/spans.h"
 #include "device/cuda_driver.h"
 #include "device/memory_part.h"
 #include "device/streams.h"
@@ -12,10 +13,6 @@ namespace fastddp {
 namespace {
 
 constexpr int64_t kAlignment = 512;  // bytes, as CUDA's allocators align
-
-int64_t rounded_up(int64_t bytes, int64_t unit) {
-  return (bytes + unit - 1) / unit * unit;
-}
 
 }  // namespace
 

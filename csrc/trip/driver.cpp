@@ -17,9 +17,7 @@ bool is_power_of_two(int64_t number) {
 // A wire that stages pass on flies once. Two legs that share a wire enter their stages one after the other.
 void lay_out(Travel& travel, const std::vector<Stage>& stages) {
   for (size_t stage = 0; stage < stages.size(); ++stage) {
-    if (stages[stage].write)
-      travel.flights.push_back({.first = stage, .end = stage, .travels = {}, .pieces = {}, .started = {}});
-    ++travel.flights.back().end;
+    if (stages[stage].write) travel.flights.push_back({.first = stage, .travels = {}, .pieces = {}, .started = {}});
     travel.flight_of.push_back(travel.flights.size() - 1);
   }
   for (auto& flight : travel.flights) flight.started.resize(stages.size());
@@ -354,13 +352,13 @@ void Driver::give_back() {
 }
 
 void Driver::discard(Bucket& bucket, size_t member) {
-  if (trip_.codec == nullptr) return;
-  const auto& spans = travels_[bucket.index()].spans;
+  const auto& travel = travels_[bucket.index()];
+  if (travel.legs.empty()) return;
   std::vector<size_t> which;
-  for (const auto& span : spans.all) {
+  for (const auto& span : travel.spans.all) {
     if (span.parameter == bucket.layout.parameter(member)) which.push_back(span.number);
   }
-  if (!travels_[bucket.index()].legs.empty()) trip_.codec->discard(spans, which);
+  trip_.codec->discard(travel.spans, which);
 }
 
 // ------------------------------------------------------------------------------------------------------ note [Room for the status]

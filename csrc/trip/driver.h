@@ -28,7 +28,7 @@ namespace fastddp {
 // Either all ranks send from symmetric memory, or none. So there gradients do not live in the wire that travels.
 //
 // Note [Collectives that were started]
-// If the second piece of a wire cannot be sent, the first one is still on its way. drain() has to wait for it, and
+// If the second piece of a wire cannot be sent, the first one is still on its way. void_what_was_done() has to wait for it, and
 // abandon_rest() must not send it again: other ranks would take it for the next window's. So a piece is counted as soon as it has
 // started, by stage, until the window is over.
 //
@@ -40,7 +40,7 @@ namespace fastddp {
 // Note [A window that fails]
 // If backward raises on a rank, that rank has started the collectives of some buckets, the other ranks those of all. Each rank
 // has to start the collectives of every bucket in every window, or those of the next window would meet the missing ones. So
-// before its next window, a rank whose window failed calls drain(), and abandon_rest() in place of the ticks that it has not
+// before its next window, a rank whose window failed calls void_what_was_done(), and abandon_rest() in place of the ticks that it has not
 // called or that raised. So it takes part without its gradients and ignores the result. A tick that raised may have started none,
 // some or all of its collectives: the rest is started.
 
@@ -97,7 +97,6 @@ class Driver {
   // leaves the average in the wire. If start_late() raises, it has started nothing.
   std::function<void()> start_late(Bucket& bucket) const { return trip_.late(bucket, scale()); }
 
-  static constexpr int64_t kStatusRoom = 102;
   // The tick in which the status travels with gradients; none: it has to travel by itself.
   std::optional<size_t> status_tick() const { return trip_.has_status ? std::optional(ticks() - 1) : std::nullopt; }
   using WriteStatus = std::function<void(const at::Tensor& room)>;
@@ -110,10 +109,8 @@ class Driver {
 
   // --- A window that fails, or in which this rank has no part: note [A window that fails]
 
-  // Waits for all collectives in flight and forgets them. Drops their errors and results. Then undoes all that codecs remember of
-  // the step. Gradients may have changed since the window failed, or be gone.
-  void drain();
-  // The same, and zeroes what they may have written.
+  // Waits for all collectives in flight, forgets them, and zeroes what they may have written. Drops their errors and results. Undoes
+  // all that codecs remember of the step. Gradients may have changed since the window failed, or be gone.
   void void_what_was_done();
   // In place of the ticks and ends that are left. Sends `value` in place of gradients, except where other ranks' state would depend
   // on it. Neither reads nor writes gradients or wires that they may live in. A rank that has joined (torch's Join) does the same
@@ -121,6 +118,8 @@ class Driver {
   void abandon_rest(double value);
   // In the middle of a window, before the buckets are destroyed.
   void leave_behind();
+  // What may be on its way, and its memory.
+  const std::vector<Travel>& travels() const { return travels_; }
 
  private:
   size_t lag() const { return trip_.stages.empty() ? 0 : trip_.stages.size() - 1; }
@@ -148,6 +147,7 @@ class Driver {
   void make_void(Travel& travel, size_t stage, double value);
   void overwrite(Travel& travel, size_t stage, double value);
   void recover(Travel& travel);
+  void drain();
   // What is released while users' code is waited for; null: there is none.
   std::mutex* lock_of_users() const { return way_->hook == nullptr ? nullptr : &lock_; }
   struct At {

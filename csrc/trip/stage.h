@@ -31,9 +31,9 @@ struct Stage {
   bool is_relayed = false;
 };
 
-// A wire on its way, through the stages from `first` up to `end`.
+// A wire on its way, through stage `first`, which writes it, and those that pass it on.
 struct Flight {
-  size_t first, end;
+  size_t first;
   at::Tensor travels;           // the wire, a part of it, or what is sent instead; it stays while it is the same
   std::vector<Piece> pieces;    // of it; kept from window to window, for their room
   std::vector<size_t> started;  // pieces, by stage: note [Collectives that were started], driver.h
@@ -77,6 +77,9 @@ struct Shared {
 Travel* guest_of(std::vector<Travel>& travels, const std::optional<Shared>& shared, size_t bucket);
 // The bucket whose first leg shares its wire with the second one of number `bucket`; null: none.
 Travel* host_of(std::vector<Travel>& travels, const std::optional<Shared>& shared, size_t bucket);
+
+// Numbers: note [Room for the status], driver.h.
+inline constexpr int64_t kStatusRoom = 102;
 
 struct Trip {
   std::vector<Stage> stages;

@@ -24,17 +24,10 @@ Spans spans_of(const Bucket& bucket) {
   return spans;
 }
 
-Spans spans_of_run(const Bucket& bucket, const Sharding& sharding) {
-  auto spans = spans_of(bucket);
-  spans.grid = {sharding.grid().member, 1};
-  spans.all = sharding.spans(bucket.index());
-  return spans;
-}
-
 std::pair<int64_t, int64_t> extent_of_run(const Travel& travel, const Sharding& sharding, int64_t unit) {
   const auto& spans = sharding.spans(travel.bucket->index());
   const auto length = spans.back().offset + spans.back().length() - spans.front().offset;
-  return {spans.front().offset, (length + unit - 1) / unit * unit};
+  return {spans.front().offset, rounded_up(length, unit)};
 }
 
 // ------------------------------------------------------------------------------------------------------ a bucket's gradients
@@ -93,12 +86,10 @@ void decode_mine(Travel& travel, Codec& codec) {
 // They are the same tensors in every window while the wire is the same.
 void bind_run(Travel& travel, const Sharding& sharding, int64_t unit, const at::Tensor& wire) {
   auto& bucket = *travel.bucket;
-  for (auto& span : travel.spans.all) {
+  auto span = travel.spans.all.begin();  // in the order of members, of which some have one
+  for (size_t member = 0; member < bucket.size() && span != travel.spans.all.end(); ++member) {
     // All ranks of the node drop the same placeholders.
-    const auto has = [&](size_t member) { return bucket.layout.parameter(member) == span.parameter; };
-    for (size_t member = 0; member < bucket.size(); ++member) {
-      if (has(member)) span.may_be_dropped = bucket.window[member].may_be_dropped;
-    }
+    if (bucket.layout.parameter(member) == span->parameter) (span++)->may_be_dropped = bucket.window[member].may_be_dropped;
   }
   if (travel.bound.is_same(wire)) return;
   const auto& places = sharding.spans(bucket.index());

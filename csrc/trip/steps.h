@@ -8,9 +8,8 @@ namespace fastddp {
 // 0 to count - 1.
 std::vector<size_t> first_numbers(size_t count);
 
-// Spans of all members of a bucket, or of this rank's run of it.
+// Spans of all members of a bucket.
 Spans spans_of(const Bucket& bucket);
-Spans spans_of_run(const Bucket& bucket, const Sharding& sharding);
 // The part of the bucket's wire that has all spans of a run: where it begins, and how long it is, in multiples of `unit`.
 std::pair<int64_t, int64_t> extent_of_run(const Travel& travel, const Sharding& sharding, int64_t unit);
 

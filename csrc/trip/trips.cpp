@@ -6,7 +6,6 @@
 
 #include "bucket/measuring.h"
 #include "bucket/packing.h"
-#include "trip/driver.h"
 #include "trip/steps.h"
 
 namespace fastddp {
@@ -82,10 +81,6 @@ Route to_runs(const Way& way, const Lanes& lanes, c10::Device device, int64_t ad
 
 // ---------------------------------------------------------------------------------------------------------- formats and wires
 
-int64_t rounded_up(int64_t elements, int64_t unit) {
-  return (elements + unit - 1) / unit * unit;
-}
-
 // Asks the codec what travels, and sets Travel::legs.
 void plan(Travels& travels, Codec& codec, int64_t owners) {
   std::vector<Spans> spans;
@@ -139,6 +134,15 @@ void plan_wires(Travels& travels, const Route& route, const std::optional<Shared
 }
 
 // ---------------------------------------------------------------------------------------------------------------------- stages
+
+// To the bucket's own wire.
+at::Tensor pack_own(Travel& travel) {
+  return pack(*travel.bucket, travel.scale);
+}
+
+void pack_own_on_arrival(Travel& travel, size_t member) {
+  pack_on_arrival(*travel.bucket, member, travel.scale);
+}
 
 at::Tensor void_wire(const Travel& travel, double value) {
   const auto wire = travel.bucket->wire.another();
@@ -201,7 +205,6 @@ Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
   const auto device = travels.front().bucket->device();
   auto* const codec = way.codec.get();
   for (auto& travel : travels) {
-    travel.spans = spans_of(*travel.bucket);
     travel.spans.needs_wire = slabs != nullptr && slabs->are_symmetric() && way.lanes->ranks() > 1;
   }
   plan(travels, *codec, owners_of(way));
@@ -212,7 +215,7 @@ Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
   Trip trip;
   trip.codec = way.codec;
   trip.has_status = has_room_for_status(way, route, travels.back());
-  const auto tail = trip.has_status ? Driver::kStatusRoom : 0;
+  const auto tail = trip.has_status ? kStatusRoom : 0;
   for (auto& travel : travels) {
     const auto dtype = travel.legs.size() == 1 && adds_unit == 0 ? travel.legs.front().dtype : travel.spans.dtype;
     WireFormat format{dtype, aligned(dtype), route.owners * route.unit, &travel == &travels.back() ? tail : 0};
@@ -268,7 +271,10 @@ Trip in_two_levels(const Way& way, Travels& travels, Slabs* slabs) {
   const auto device = travels.front().bucket->device();
   auto* const codec = way.codec.get();
   const auto* const sharding = way.sharding.get();
-  for (auto& travel : travels) travel.spans = spans_of_run(*travel.bucket, *sharding);
+  for (auto& travel : travels) {
+    travel.spans.grid = {sharding->grid().member, 1};
+    travel.spans.all = sharding->spans(travel.bucket->index());
+  }
   plan(travels, *codec, owners_of(way));
   const auto between = over_lanes(way, device, adds_unit_of(travels));
   const auto unit = between.owners * between.unit;
@@ -284,7 +290,7 @@ Trip in_two_levels(const Way& way, Travels& travels, Slabs* slabs) {
   Trip trip;
   trip.codec = way.codec;
   Stage first;
-  first.write = [](Travel& travel) { return pack(*travel.bucket, travel.scale); };
+  first.write = pack_own;
   first.instead = [is_zero = way.remembers](Travel& travel, double value) { return void_wire(travel, is_zero ? 0.0 : value); };
   add_stages(trip, to_node, first);
   const auto scale = way.remembers ? 1.0 / static_cast<double>(way.lanes->ranks()) : 1.0;
@@ -302,7 +308,7 @@ Trip in_two_levels(const Way& way, Travels& travels, Slabs* slabs) {
   add_stages(trip, between, run);
   if (travels.front().legs.size() > 1) add_second_leg(trip, between, run, [scale](const Travel&) { return scale; });
   plan_wires(travels, between, trip.shared, 0, nullptr);
-  trip.gradient = [](Travel& travel, size_t member) { pack_on_arrival(*travel.bucket, member, travel.scale); };
+  trip.gradient = pack_own_on_arrival;
   if (way.keeps_runs) {
     trip.end = [codec](Travel& travel) {
       auto& bucket = *travel.bucket;
@@ -335,13 +341,13 @@ Trip by_hook(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Sla
   for (auto& travel : travels) set_own_wire(*travel.bucket, {travel.bucket->layout.gradient_dtype()}, *way.hook, slabs);
   Trip trip;
   Stage stage;
-  stage.write = [](Travel& travel) { return pack(*travel.bucket, travel.scale); };
+  stage.write = pack_own;
   stage.instead = [hook = way.hook](Travel& travel, double) {
     hook->run_void(*travel.bucket);
     return at::Tensor();
   };
   add_stages(trip, {{way.hook}, whole}, stage);
-  trip.gradient = [](Travel& travel, size_t member) { pack_on_arrival(*travel.bucket, member, travel.scale); };
+  trip.gradient = pack_own_on_arrival;
   trip.end = [](Travel& travel) { unpack(*travel.bucket, std::exchange(travel.at(0).pieces.front().sum, {})); };
   trip.recover = [](Travel&) {};
   trip.late = [hook = way.hook](Bucket& bucket, double) { return hook->start_late(bucket); };
