@@ -6,7 +6,7 @@
 #include "device/huge_pages.h"
 #include "transport/gather.h"
 #include "transport/outbox.h"
-#include "trip/trips.h"
+#include "trip/way.h"
 
 namespace fastddp {
 namespace {
@@ -144,7 +144,7 @@ void bind_exchanges(py::module_& m) {
            py::arg("lanes"), py::arg("sharding"), py::arg("buckets"), py::arg("interruption"), py::arg("model") = 0, no_gil)
       .def("is_on_its_way", &Gather::is_on_its_way, py::arg("bucket"));
 
-  py::class_<Way, std::shared_ptr<Way>>(m, "Way", "How gradients travel; csrc/trip/trips.h.")
+  py::class_<Way, std::shared_ptr<Way>>(m, "Way", "How gradients travel; csrc/trip/way.h.")
       .def(py::init([](std::shared_ptr<Codec> codec, Lanes lanes, Nodes nodes, bool divides) {
              auto all = lanes.all().front();
              return destroyed_without_gil(std::make_unique<Way>(Way{.all = std::move(all),
@@ -169,15 +169,12 @@ void bind_exchanges(py::module_& m) {
           py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("process_group"), py::arg("others"))
       .def(
           "in_two_levels",
-          [](Way& way, c10::intrusive_ptr<c10d::ProcessGroup> all, Lanes node, std::shared_ptr<Sharding> sharding,
-             bool remembers) {
+          [](Way& way, c10::intrusive_ptr<c10d::ProcessGroup> all, Lanes node, std::shared_ptr<Sharding> sharding) {
             way.all = std::move(all);
             way.node = std::move(node);
             way.sharding = std::move(sharding);
-            way.remembers = remembers;
           },
-          "From now on between nodes.", py::arg("all"), py::arg("node"), py::arg("sharding"), py::kw_only(),
-          py::arg("remembers"), no_gil)
+          "From now on between nodes.", py::arg("all"), py::arg("node"), py::arg("sharding"), no_gil)
       .def(
           "keep_runs",
           [](Way& way, std::shared_ptr<Sharding> sharding) {

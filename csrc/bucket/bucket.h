@@ -28,7 +28,7 @@ class Shard;
 // - A gradient that someone else refers to stays where it is, and unpack writes the average there.
 // - If someone keeps a gradient in the wire's memory beyond the next window, the wire is theirs. The bucket takes a new one.
 //
-// What is done with a bucket is in files of their own: packing.h, placing.h, placeholders.h, measuring.h.
+// What is done with a bucket is in files of their own: packing.h, placeholders.h, measuring.h.
 class Bucket {
  public:
   // `holders`: by member, the tensor whose .grad() is the gradient: the parameter or another tensor; note [Main gradients].

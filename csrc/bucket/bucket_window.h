@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <functional>
 #include <optional>
 #include <vector>
 
@@ -67,20 +66,6 @@ class BucketWindow {
   }
 
   bool none_is_packed() const { return std::ranges::none_of(members_, &MemberState::packed); }
-
-  // The members that are not packed and for which `which` is true.
-  template <typename Which>
-  std::vector<size_t> unpacked(const Which& which) const {
-    std::vector<size_t> members;
-    members.reserve(members_.size());
-    for (size_t member = 0; member < members_.size(); ++member) {
-      if (!members_[member].packed && std::invoke(which, members_[member])) members.push_back(member);
-    }
-    return members;
-  }
-  std::vector<size_t> unpacked() const {
-    return unpacked([](const auto&) { return true; });
-  }
 
   size_t packs = 0;            // calls of pack kernels so far
   size_t measurings = 0;       // calls of kernels that measure gradients so far

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "bucket/measuring.h"
-#include "bucket/placing.h"
+#include "bucket/packing.h"
 #include "bucket/shard.h"
 
 namespace fastddp {

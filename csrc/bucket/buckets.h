@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "bucket/bucket.h"
+#include "bucket/packing.h"
 #include "bucket/placeholders.h"
-#include "bucket/placing.h"
 #include "bucket/shard.h"
 
 namespace fastddp {
@@ -48,6 +48,11 @@ class Buckets {
     if (!has(parameter)) return;
     const auto [bucket, member] = places_[parameter];
     buckets_[bucket].marks[member].set(gradient(parameter));
+  }
+  void mark_all() {
+    for (auto& bucket : buckets_) {
+      for (size_t member = 0; member < bucket.size(); ++member) bucket.marks[member].set(std::as_const(bucket).held(member));
+    }
   }
   bool still_holds(size_t parameter) const {
     if (!has(parameter)) return gradient(parameter).defined();

@@ -64,14 +64,18 @@ at::Tensor Shard::take_kept(size_t span) {
 }
 
 void Shard::take(Bucket& bucket, const at::Tensor& wire) {
-  if (wire.scalar_type() == mine_.dtype && !bucket.lends_wire()) return bind(bucket, wire);
-  std::vector<Slot> slots;
-  for (const auto& span : mine_to_write().all) {
-    slots.push_back({span.gradient, view_of(wire, span.like, static_cast<size_t>(span.offset))});
+  if (wire.scalar_type() == mine_.dtype && !bucket.lends_wire()) {
+    bind(bucket, wire);
+  } else {
+    std::vector<Slot> slots;
+    for (const auto& span : mine_to_write().all) {
+      slots.push_back({span.gradient, view_of(wire, span.like, static_cast<size_t>(span.offset))});
+    }
+    const BucketRange range("unpack", bucket);
+    const auto found = kernels_->unpack(slots, /*measuring=*/true);
+    if (found.defined()) bucket.window.seen = {{found}, {}};
   }
-  const BucketRange range("unpack", bucket);
-  const auto found = kernels_->unpack(slots, /*measuring=*/true);
-  if (found.defined()) bucket.window.seen = {{found}, {}};
+  finish(bucket);
 }
 
 // They are the same tensors in every window while the wire is the same.

@@ -37,7 +37,7 @@ class Shard {
   // What was taken back has been removed since; `is_zero`: it has become zero.
   void forget(size_t member, bool is_zero = false);
 
-  // The ranks' sums are in this rank's run of `wire`. Makes them the spans' gradients.
+  // The ranks' sums are in this rank's run of `wire`. Makes them the spans' gradients, and finishes.
   void take(Bucket& bucket, const at::Tensor& wire);
   // The gradient of the member's span is this window's. Leaves the notice in its place.
   void finish(Bucket& bucket, size_t member);

@@ -12,7 +12,7 @@ namespace fastddp {
 // Note [Shards]
 // Each rank of a group has a part of every bucket: a *run* of the bucket's wire, which the ranks add up for it. Its members are
 // spans of parameters. There are two uses:
-// - Between nodes, the ranks of a node exchange a run each (note [Two levels of a bucket], trip/trips.h). Ranks in the same place
+// - Between nodes, the ranks of a node exchange a run each (note [Two levels of a bucket], trip/way.h). Ranks in the same place
 //   of their nodes have the same spans.
 // - A sharded optimizer steps with its rank's spans alone (note [Sharded gradients], shard.h).
 //

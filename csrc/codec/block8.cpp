@@ -41,12 +41,6 @@ uint64_t mixed(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// Of a list by parameter, which grows.
-at::Tensor& entry(std::vector<at::Tensor>& of_parameters, size_t parameter) {
-  if (of_parameters.size() <= parameter) of_parameters.resize(parameter + 1);
-  return of_parameters[parameter];
-}
-
 // Note [Errors of block8]
 // Rounding a gradient leaves an error, which is added to the next gradient (error feedback; Seide et al., 2014). Errors are in
 // units of the average: gradients times the scale, which may differ between windows. A value is rounded twice: before it
@@ -191,7 +185,9 @@ class Block8Codec : public Codec {
       const auto end = span.number + 1 < spans.all.size() ? spans.all[span.number + 1].offset : spans.numbers;
       const auto own = [&](const at::Tensor& all) { return all.narrow(0, span.offset, end - span.offset); };
       errors.of_spans.push_back({span.parameter, own(errors.now), own(errors.before)});
-      auto& known = entry(errors_->of_parameters, span.parameter);
+      auto& all = errors_->of_parameters;
+      if (all.size() <= span.parameter) all.resize(span.parameter + 1);
+      auto& known = all[span.parameter];
       if (span.length() == 0) continue;
       const auto now = errors.of_spans.back().now.narrow(0, 0, span.length());
       if (known.defined()) now.copy_(known);
@@ -203,12 +199,12 @@ class Block8Codec : public Codec {
 
   // The buckets are new, but the step began with the old ones.
   void take_kept(BucketErrors& errors) const {
-    const auto kept = [&](const SpanErrors& span) -> at::Tensor& { return entry(errors_->kept, span.parameter); };
-    if (std::ranges::none_of(errors.of_spans, [&](const auto& span) { return kept(span).defined(); })) return;
+    auto& kept = errors_->kept;
+    if (std::ranges::none_of(errors.of_spans, [&](const auto& span) { return kept.contains(span.parameter); })) return;
     errors.have_changed = true;
     errors.before.copy_(errors.now);
     for (auto& span : errors.of_spans) {
-      const auto old = std::exchange(kept(span), span.before);
+      const auto old = std::exchange(kept[span.parameter], span.before);
       const auto length = old.defined() ? std::min(old.numel(), span.before.numel()) : 0;
       if (length > 0) span.before.narrow(0, 0, length).copy_(old.narrow(0, 0, length));
       span.changed = SpanErrors::Changed::earlier;
@@ -226,7 +222,7 @@ class Block8Codec : public Codec {
   bool note_change(SpanErrors& span, bool may_be_dropped) const {
     const bool is_first = span.changed == SpanErrors::Changed::no;
     span.changed = is_first ? SpanErrors::Changed::in_this_window : SpanErrors::Changed::earlier;
-    if (is_first) entry(errors_->kept, span.parameter) = span.before;
+    if (is_first) errors_->kept[span.parameter] = span.before;
     span.before_window = may_be_dropped && !is_first ? span.now.clone() : at::Tensor();
     return is_first;
   }

@@ -8,7 +8,7 @@ namespace {
 
 class Cast : public Codec {
  public:
-  explicit Cast(std::optional<c10::ScalarType> wire) : wire_(wire) {}
+  explicit Cast(std::optional<c10::ScalarType> wire) : Codec(/*remembers=*/false), wire_(wire) {}
 
   std::vector<std::vector<Leg>> plan(std::vector<Spans>& buckets, int64_t owners) override {
     planned_.clear();

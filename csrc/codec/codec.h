@@ -4,12 +4,14 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "block8/kernels.h"
 #include "bucket/bucket_window.h"
 #include "bucket/spans.h"
 #include "bucket/wire.h"
+#include "codec/adder.h"
 #include "low_rank/kernels.h"
 
 namespace fastddp {
@@ -33,9 +35,12 @@ using Wires = std::span<Wire>;  // of a bucket, by leg
 // first, and so on. decode() reads the sum of the last leg. Each window calls them once for each bucket, in this order: encode(0)
 // on the stream of the last gradient, the others on a side stream that has waited for the collectives. encode(0) may be called more
 // than once, for some spans each time. No call takes the GIL.
-class Codec {
+class Codec : public Adder {
  public:
-  virtual ~Codec() = default;
+  explicit Codec(bool remembers = true) : remembers(remembers) {}
+
+  // Whether a window depends on earlier ones: then NaN would stay, and what is encoded has to be averages, not sums.
+  const bool remembers;
 
   // Called between two windows, with all spans of a new plan, in its order. Places them, and returns what each bucket needs, by leg.
   // No legs: the gradients' own memory would travel as it is. Wires will be multiples of `owners` times Leg::adds_unit, or of
@@ -48,10 +53,6 @@ class Codec {
   // Writes the gradients: of the spans that plan() was given, or of others of the same bucket in their places, which are parts
   // of them (`are_parts`). A span without a gradient gets none.
   virtual Seen decode(const Spans& spans, Wires wires, bool are_parts) = 0;
-
-  // target = the sum of `shards`, which are the same part of each rank's wire. The part begins with the wire's element `first`,
-  // and this rank adds it up. `target` may be one of the shards. Runs on the current stream.
-  virtual void add(size_t bucket, int64_t first, const std::vector<at::Tensor>& shards, const at::Tensor& target) {}
 
   // No rank used these spans' parameters, so this window's results for them will be dropped.
   virtual void discard(const Spans& spans, Numbers which) {}
@@ -112,7 +113,7 @@ struct Block8Errors {
   // By parameter: fp32, [elements] in the order of the parameter's memory; undefined: no error so far.
   std::vector<at::Tensor> of_parameters;
   // By parameter: the errors when the step began, if they have changed since, maybe with padding. For the codec alone.
-  std::vector<at::Tensor> kept;
+  std::unordered_map<size_t, at::Tensor> kept;
 };
 
 // Sends numbers of 8 bits, with a scale for each block of them. `errors` null: rounding errors are lost.

@@ -19,4 +19,8 @@ at::Tensor Rows::of(const Span& span, c10::ScalarType dtype, bool is_read) {
   return row;
 }
 
+void Rows::write_back() const {
+  for (const auto& [gradient, copy] : copies_) gradient.copy_(copy);
+}
+
 }  // namespace fastddp

@@ -16,9 +16,7 @@ class Rows {
   // [elements] of `dtype`; complex numbers are pairs. `is_read`: it has the gradient's numbers, or zeros where there is none. If not,
   // it is written, and write_back() follows.
   at::Tensor of(const Span& span, c10::ScalarType dtype, bool is_read);
-  void write_back() const {
-    for (const auto& [gradient, copy] : copies_) gradient.copy_(copy);
-  }
+  void write_back() const;
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // gradient, and a tensor like it in the row's memory

@@ -42,7 +42,7 @@ WindowStatus::Said Closing::said(const Driver& driver) const {
     said.not_finite = saying_.local->may_spoil_a_sum(group_.getSize());
     // Kernels on the streams of gradients write the rows that are counted here.
     // Orders no gradients.
-    for (const auto& bucket : buckets_.all()) wait_for_gradients(bucket);
+    for (const auto& bucket : buckets_.all()) bucket.window.producers.current_stream_waits(bucket.device());
     said.not_finite_count = saying_.local->not_finite_count();
   }
   return said;

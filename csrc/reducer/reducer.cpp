@@ -286,7 +286,7 @@ void Reducer::on_backward_end() {
   const auto ends = c10::make_scope_exit([&] { timeline_.happened(What::after_backward); });
   const Interruption::Scope interruptible(*interruption_, buckets_.device());
   if (!window_.is(WindowState::reducing)) return;
-  reduction_.take_unseen();
+  if (!window_.expects_all()) reduction_.take_unseen();
   const auto turn = reduction_.conduct();
   if (window_.ends_with_backward()) {
     reduction_.complete_all_buckets();
@@ -307,7 +307,7 @@ void Reducer::finish_window() {
                 .local = local_.are_watched() ? &local_ : nullptr,
                 .scale = local_.loss_scale()});
   const Timeline::Wait waits(timeline_, What::tick, driver_.next());
-  while (driver_.has_ticks_left()) reduction_.tick();
+  while (driver_.has_ticks_left()) driver_.tick();
   // A user's hook may start collectives in callbacks, at moments that differ between ranks. Nothing else may start in between.
   const bool status_goes_first = driver_.way()->hook == nullptr;
   if (status_goes_first) closing_.send_status(driver_);
@@ -327,8 +327,8 @@ void Reducer::finish_window() {
   local_.judge(window_.ended(), process_group_->getSize(), closing_, *driver_.way());
   driver_.give_back();
   apply(WindowEvent::finish);
-  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) buckets_.mark(parameter);
-  reduction_.window_finished();
+  reduction_.layers().window_finished();
+  if (const auto& group = driver_.way()->all) reduction_.shared_sums().note(driver_.weighting(), group->getRank());
   steps_.window_finished();
   timeline_.happened(What::ends);
 }

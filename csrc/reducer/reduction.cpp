@@ -31,9 +31,11 @@ void Reduction::take_unseen() {
 }
 
 void Reduction::begin() {
-  forget_removed();
-  // Placeholders may give parameters another gradient.
-  layers_.look_at_all();
+  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
+    if (window_.arrival(parameter) != Arrival::local || buckets_.still_holds(parameter)) continue;
+    window_.forget_local(parameter);  // it was removed
+    buckets_.take_notice(parameter);
+  }
   const bool in_company = shares_order_ || others_.share_group();
   starts_at_end_ = window_.is_learning() || (window_.ends_with_backward() && in_company);
   const bool others_read = !reducer_.hooks_are_alone() && others_.read_gradients();
@@ -43,6 +45,8 @@ void Reduction::begin() {
   const bool stay = others_read || (Backwards::is_for_a_choice() && !lives_in_wires);
   for (auto& bucket : buckets_.all()) bucket.window.left_in_place = stay;
   if (window_.expects_all()) return;
+  // Placeholders may give parameters another gradient.
+  layers_.look_at_all();
   if (window_.is_learning()) return layers_.remember();
   const c10::AutoGradMode no_grad(false);
   for (auto& bucket : buckets_.all()) {
@@ -50,14 +54,6 @@ void Reduction::begin() {
   }
   layers_.remember();
   start_complete_buckets();
-}
-
-void Reduction::forget_removed() {
-  for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
-    if (window_.arrival(parameter) != Arrival::local || buckets_.still_holds(parameter)) continue;
-    window_.forget_local(parameter);
-    buckets_.take_notice(parameter);
-  }
 }
 
 void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {
@@ -95,6 +91,13 @@ void Reduction::complete(Bucket& bucket, size_t member, bool exclusive) {
     timeline_.happened(What::ready, bucket.index());
   }
   start_complete_buckets();
+}
+
+void Reduction::start_complete_buckets() {
+  if (is_conducted()) return;
+  const auto turn = conduct();
+  const auto may_tick = [&] { return window_.is(WindowState::reducing) && !starts_at_end_ && !driver_.next_waits(); };
+  while (may_tick() && window_.is_complete(driver_.next())) driver_.tick();
 }
 
 void Reduction::synchronise_local_gradients() {

@@ -65,18 +65,6 @@ class Reduction {
   // Backward has ended, and its window with it: gradients that have come are sent, with placeholders for the others.
   void complete_all_buckets();
 
-  // The window has ended well.
-  void window_finished() {
-    layers_.window_finished();
-    if (const auto& group = driver_.way()->all) shared_sums_.note(driver_.weighting(), group->getRank());
-  }
-
-  // The next tick, in which this thread may wait, or run a user's hook.
-  void tick() {
-    const Timeline::Wait waits(timeline_, driver_.way()->hook == nullptr ? What::tick : What::hook, driver_.next());
-    driver_.tick();
-  }
-
   // The model's backward has collectives of its own over the same ranks: note [Order among collectives].
   void share_order() { shares_order_ = true; }
 
@@ -85,14 +73,8 @@ class Reduction {
   auto counts() const {
     return [this](size_t parameter) { return !shared_sums_.counts_elsewhere(parameter); };
   }
-  void forget_removed();
   void complete(Bucket& bucket, size_t member, bool exclusive);
-  void start_complete_buckets() {
-    if (is_conducted()) return;
-    const auto turn = conduct();
-    const auto may_tick = [&] { return window_.is(WindowState::reducing) && !starts_at_end_ && !driver_.next_waits(); };
-    while (may_tick() && window_.is_complete(driver_.next())) tick();
-  }
+  void start_complete_buckets();
 
   const Reducer& reducer_;
   Buckets& buckets_;

@@ -26,7 +26,7 @@ namespace fastddp {
 // All functions are called with the reducer's lock held, except may_be_skipped().
 class Steps {
  public:
-  Steps(const Buckets& buckets, const Window& window, Driver& driver) : buckets_(buckets), window_(window), driver_(driver) {}
+  Steps(Buckets& buckets, const Window& window, Driver& driver) : buckets_(buckets), window_(window), driver_(driver) {}
 
   // A forward with gradients.
   void forward_begins() {
@@ -66,6 +66,7 @@ class Steps {
 
   // The window has ended well.
   void window_finished() {
+    if (driver_.remembers()) buckets_.mark_all();
     is_unstepped_ = !stepped_in_window_;
     if (std::exchange(stepped_in_window_, false)) driver_.keep();
   }
@@ -79,7 +80,7 @@ class Steps {
     return std::ranges::any_of(buckets_.parameters(), [](const auto& parameter) { return parameter.grad().defined(); });
   }
 
-  const Buckets& buckets_;
+  Buckets& buckets_;
   const Window& window_;
   Driver& driver_;
   bool are_seen_ = false;                  // an optimizer of this model has been seen to step

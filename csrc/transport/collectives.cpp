@@ -48,8 +48,9 @@ class ToOwners : public Collective {
  private:
   Sum sum(const Piece& piece) const {
     const auto& owners = *halves_.owners;
-    if (!owners.owns_a_shard()) return {{}, halves_.adder.get(), is_last_};
-    return {halves_.cut(sum_of(halves_, piece), piece.bucket)[owners.place()], halves_.adder.get(), is_last_};
+    const auto target =
+        owners.owns_a_shard() ? halves_.cut(sum_of(halves_, piece), piece.bucket)[owners.place()] : at::Tensor();
+    return {target, halves_.adder, halves_.unit, is_last_};
   }
 
   // The smallest one in which the message fits, if runs are equal parts; else it may still be too small.

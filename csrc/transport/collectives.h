@@ -52,7 +52,8 @@ Cut shards_of(std::vector<Level> levels, size_t level);
 struct Halves {
   std::shared_ptr<const Owners> owners;
   Cut cut;
-  std::shared_ptr<const Adder> adder;  // null: wires are numbers of their dtype
+  Adder* adder = nullptr;  // null: wires are numbers of their dtype
+  int64_t unit = 1;        // of what is added up, as in Sum
 };
 // `round`: tells the messages of a wire's collectives apart. `is_last`: no second half over the same owners follows. `shares_room`:
 // wires that are not on their way at the same time use the same memory for what comes.

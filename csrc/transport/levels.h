@@ -17,6 +17,15 @@ struct Level {
   size_t shards;
 
   bool owns_a_shard() const { return place < shards; }
+  // Calls function(place) for the first `count` ranks but this one. Each rank begins with the next one, or all would begin with the
+  // same.
+  template <typename Function>
+  void for_others(size_t count, const Function& function) const {
+    for (size_t step = 1; step < ranks.size(); ++step) {
+      const auto other = (place + step) % ranks.size();
+      if (other < count) function(other);
+    }
+  }
 };
 
 // Note [Two levels]

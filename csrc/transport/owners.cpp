@@ -1,9 +1,9 @@
 #include "transport/owners.h"
 
+#include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
-#include "transport/pairs.h"
 #include "transport/reads.h"
 #include "transport/sum_shards.h"
 
@@ -36,6 +36,44 @@ at::Tensor room_for(Piece& piece, const Shards& shards, const Level& level, size
   return piece.room;
 }
 
+// Messages between pairs of ranks: those of one piece in one round, as Owners starts them. Their memory has to live until they are waited for.
+class Messages {
+ public:
+  Messages(c10d::ProcessGroup& group, Piece& piece, size_t round)
+      : group_(group), piece_(piece), tag_(tag(round, piece)), left_out_(piece.sent) {}
+
+  void receive(const at::Tensor& part, int rank) {
+    add(part, [&](auto& bytes) { return group_.recv(bytes, rank, tag_); });
+  }
+
+  void send(const at::Tensor& part, int rank) {
+    add(part, [&](auto& bytes) { return group_.send(bytes, rank, tag_); });
+  }
+
+ private:
+  static int tag(size_t round, const Piece& piece) {
+    // Far from the small numbers that users give messages of their own.
+    constexpr uint32_t first_tag = 0x46440000;
+    return static_cast<int>(first_tag + kMostRounds * piece.tag + static_cast<uint32_t>(round));
+  }
+
+  template <typename Start>
+  void add(const at::Tensor& part, const Start& start) {
+    if (part.numel() == 0) return;
+    if (left_out_ > 0) {
+      --left_out_;
+      return;
+    }
+    std::vector<at::Tensor> bytes{part.view(at::kByte)};
+    piece_.works.push_back(start(bytes));
+  }
+
+  c10d::ProcessGroup& group_;
+  Piece& piece_;
+  const int tag_;
+  size_t left_out_;  // how many are to be
+};
+
 class Pairs : public Owners {
  public:
   using Owners::Owners;
@@ -44,9 +82,9 @@ class Pairs : public Owners {
     Messages messages{lane, piece, round};
     if (owns_a_shard()) {
       const auto rows = rows_of(piece, room_for(piece, shards, level_, level_.ranks.size() - 1), shards);
-      for_others(level_, level_.ranks.size(), [&](size_t other) { messages.receive(rows[other], level_.ranks[other]); });
+      level_.for_others(level_.ranks.size(), [&](size_t other) { messages.receive(rows[other], level_.ranks[other]); });
     }
-    for_others(level_, shards.size(), [&](size_t owner) { messages.send(shards[owner], level_.ranks[owner]); });
+    level_.for_others(shards.size(), [&](size_t owner) { messages.send(shards[owner], level_.ranks[owner]); });
   }
 
   void add_up(const Piece& piece, const Shards& shards, const Sum& sum) const override {
@@ -56,10 +94,10 @@ class Pairs : public Owners {
 
   void start_spread(size_t round, c10d::ProcessGroup& lane, Piece& piece, const Shards& shards) const override {
     Messages messages{lane, piece, round};
-    for_others(level_, shards.size(), [&](size_t owner) { messages.receive(shards[owner], level_.ranks[owner]); });
+    level_.for_others(shards.size(), [&](size_t owner) { messages.receive(shards[owner], level_.ranks[owner]); });
     if (!owns_a_shard()) return;
     const auto& own = shards[level_.place];
-    for_others(level_, level_.ranks.size(), [&](size_t other) { messages.send(own, level_.ranks[other]); });
+    level_.for_others(level_.ranks.size(), [&](size_t other) { messages.send(own, level_.ranks[other]); });
   }
 
  private:
@@ -173,6 +211,19 @@ class Collectives : public Owners {
 };
 
 }  // namespace
+
+void sum_parts(const Level& level, size_t bucket, const Shards& parts, const at::Tensor& target, Adder* adder) {
+  const auto& own = parts[level.place];
+  if (adder != nullptr) return adder->add(bucket, own.storage_offset(), parts, target);  // a wire has its own storage
+  if (c10::elementSize(target.scalar_type()) == 2) return sum_shards(parts, target);
+  // In the order of ranks, whoever adds up. What others have sent is of no further use.
+  auto sum = parts.front();
+  for (size_t next = 1; next < parts.size(); ++next) {
+    auto to = level.place == 0 || next + 1 == parts.size() ? target : parts.front();
+    sum = at::add_out(to, sum, parts[next]);
+  }
+  if (parts.size() == 1) target.copy_(sum);
+}
 
 std::shared_ptr<const Owners> make_pairs(Level level, const Lanes& lanes) {
   if (can_read(level, lanes.processes())) return make_reads(std::move(level), lanes.processes(), *lanes.first());

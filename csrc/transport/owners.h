@@ -1,10 +1,10 @@
 // What ranks do together with shards of a wire: add each of them up at its owner, and give the sums to all.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <vector>
 
+#include "codec/adder.h"
 #include "transport/lanes.h"
 #include "transport/levels.h"
 #include "transport/works.h"
@@ -13,14 +13,6 @@ namespace fastddp {
 
 // Of one part of a wire, by owner. They may have different lengths, and none.
 using Shards = std::vector<at::Tensor>;
-
-// Adds up wires that no collective can add, because their bytes are not numbers of the wire's dtype.
-struct Adder {
-  int64_t unit;  // a wire may be cut only at multiples of this many elements
-  // target = the sum of `shards`, which are the same part of each rank's wire of the bucket. The part begins with element `first`.
-  // `target` may be one of the shards. Runs on the current stream.
-  std::function<void(size_t bucket, int64_t first, const Shards& shards, const at::Tensor& target)> add;
-};
 
 // A part of a wire that travels by itself.
 struct Piece {
@@ -44,9 +36,10 @@ constexpr uint32_t kMostRounds = 4;
 
 // Where the sum of this rank's shard goes, and what adds it up.
 struct Sum {
-  at::Tensor target;   // may be this rank's own shard
-  const Adder* adder;  // null: numbers of the shard's dtype
-  bool is_last;        // the same ranks do not spread what comes of it
+  at::Tensor target;  // may be this rank's own shard
+  Adder* adder;       // null: numbers of the shard's dtype
+  int64_t unit;       // a shard may be added up in parts of multiples of so many elements
+  bool is_last;       // the same ranks do not spread what comes of it
 };
 
 // Two stages over the ranks of a level: start_sum() and then add_up(), a reduce-scatter; start_spread(), an all-gather. All
@@ -72,6 +65,10 @@ class Owners {
  protected:
   const Level level_;
 };
+
+// target = the sum of `parts`, what each rank of the level has of this rank's shard, or of a part of the shard. `target` may be this
+// rank's own. Those of other ranks may be written to.
+void sum_parts(const Level& level, size_t bucket, const Shards& parts, const at::Tensor& target, Adder* adder);
 
 // Note [Shards over gloo]
 // Gloo's all-gather copies through its own memory, twice. Its all-to-all sends before it says that it can receive. A rank

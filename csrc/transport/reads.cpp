@@ -13,7 +13,6 @@
 
 #include "device/huge_pages.h"
 #include "transport/outbox.h"
-#include "transport/pairs.h"
 
 namespace fastddp {
 namespace {
@@ -220,13 +219,13 @@ class Reads : public Owners {
     const auto count = static_cast<int64_t>(level_.ranks.size());
     const auto outboxes = at::full({count}, static_cast<int64_t>(outbox_.address()), at::kLong);
     Works works;
-    for_others(level_, level_.ranks.size(), [&](size_t other) {
+    level_.for_others(level_.ranks.size(), [&](size_t other) {
       std::vector<at::Tensor> theirs{outboxes.narrow(0, static_cast<int64_t>(other), 1)};
       works.push_back(lane.recv(theirs, level_.ranks[other], kMeetingTag));
     });
     std::vector<at::Tensor> own{at::full({1}, static_cast<int64_t>(outbox_.address()), at::kLong)};
-    for_others(level_, level_.ranks.size(),
-               [&](size_t other) { works.push_back(lane.send(own, level_.ranks[other], kMeetingTag)); });
+    level_.for_others(level_.ranks.size(),
+                      [&](size_t other) { works.push_back(lane.send(own, level_.ranks[other], kMeetingTag)); });
     for (const auto& work : works) work->wait();
     const auto* const found = outboxes.const_data_ptr<int64_t>();
     return {found, found + count};
@@ -235,9 +234,9 @@ class Reads : public Owners {
   // Ranks are added in the order of Pairs.
   void add_up(size_t bucket, const std::vector<Remote>& remotes, const Shards& shards, const Sum& sum) const {
     const auto& own = shards[level_.place];
-    const auto unit = sum.adder != nullptr ? sum.adder->unit : 1, size = static_cast<int64_t>(own.element_size());
+    const auto size = static_cast<int64_t>(own.element_size());
     const auto count_of_others = static_cast<int64_t>(remotes.size());
-    const auto part = std::max<int64_t>(1, kPartBytes / (size * unit * count_of_others)) * unit;
+    const auto part = std::max<int64_t>(1, kPartBytes / (size * sum.unit * count_of_others)) * sum.unit;
     const auto bytes = std::min(part, own.numel()) * size;
     const auto copies = copies_of_threads(bytes * count_of_others);
     const auto places = others(level_.ranks.size());
@@ -267,7 +266,7 @@ class Reads : public Owners {
 
   Places others(size_t count) const {
     Places places;
-    for_others(level_, count, [&](size_t place) { places.push_back(place); });
+    level_.for_others(count, [&](size_t place) { places.push_back(place); });
     return places;
   }
 

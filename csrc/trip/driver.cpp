@@ -14,15 +14,23 @@ bool is_power_of_two(int64_t number) {
   return (number & (number - 1)) == 0;
 }
 
-// A wire that stages pass on flies once. Two legs that share a wire enter their stages one after the other.
-void lay_out(Travel& travel, const std::vector<Stage>& stages) {
-  for (size_t stage = 0; stage < stages.size(); ++stage) {
-    if (stages[stage].write) travel.flights.push_back({.first = stage, .travels = {}, .pieces = {}, .started = {}});
-    travel.flight_of.push_back(travel.flights.size() - 1);
+// A wire that stages pass on flies once.
+void lay_out(std::vector<Travel>& travels, const Trip& trip) {
+  const auto& shared = trip.shared;
+  for (auto& travel : travels) {
+    auto* const host = host_of(travels, shared, travel.bucket->index());
+    for (size_t stage = 0; stage < trip.stages.size(); ++stage) {
+      if (trip.stages[stage].write) travel.flights.push_back({.first = stage, .travels = {}, .pieces = {}, .started = {}});
+      travel.flight_of.push_back(travel.flights.size() - 1);
+      const bool is_carried = host != nullptr && stage >= shared->second && stage < shared->second + shared->of_a_leg;
+      travel.carriers.push_back(is_carried ? Travel::Carrier{host, stage - (shared->second - shared->first)}
+                                           : Travel::Carrier{&travel, stage});
+    }
+    for (auto& flight : travel.flights) flight.started.resize(trip.stages.size());
   }
-  for (auto& flight : travel.flights) flight.started.resize(stages.size());
 }
 
+// Two legs that share a wire enter their stages one after the other.
 std::vector<size_t> order_of(const Trip& trip) {
   std::vector<size_t> order;
   for (size_t stage = 0; stage < trip.stages.size(); ++stage) {
@@ -43,7 +51,7 @@ void Driver::prepare(std::shared_ptr<Way> way, Slabs* slabs) {
   auto trip = make_trip(*way_, buckets_.all(), travels_, slabs, lock_);
   fits_ = trip.has_value();
   trip_ = fits_ ? std::move(*trip) : Trip();
-  for (auto& travel : travels_) lay_out(travel, trip_.stages);
+  lay_out(travels_, trip_);
   order_ = order_of(trip_);
   set_weighting(weighting_);
   status_.reset();
@@ -56,13 +64,14 @@ void Driver::prepare(std::shared_ptr<Way> way, Slabs* slabs) {
 void Driver::set_weighting(const Weighting& weighting) {
   weighting_ = weighting;
   if (way_ == nullptr || way_->hook != nullptr || !way_->lanes) return;
-  const auto times = way_->node && way_->remembers ? static_cast<double>(way_->lanes->ranks()) : 1.0;
+  const auto times = way_->node && way_->codec->remembers ? static_cast<double>(way_->lanes->ranks()) : 1.0;
   const bool may_average = way_->divides && !way_->node && !way_->keeps_runs && way_->nodes.empty();
   for (auto& travel : travels_) {
     const auto dtype = travel.legs.empty() ? travel.spans.dtype : travel.legs.front().dtype;
     const bool rounds_alike = c10::elementSize(dtype) >= 4 || is_power_of_two(way_->lanes->ranks());
     travel.averages = may_average && rounds_alike && weighting.kind == Weighting::Kind::mean;
     travel.scale = travel.averages ? 1.0 : times * scale();
+    travel.codec_scale = way_->node ? 1.0 / times : travel.scale;
   }
 }
 
@@ -84,12 +93,14 @@ void Driver::begin_window() {
 
 void Driver::tick() {
   check_fits();
+  // In it this thread may wait, or run a user's hook.
+  const Timeline::Wait waits(timeline_, way_->hook == nullptr ? What::tick : What::hook, ticks_);
   in_window_ = true;
   const bool begins = ticks_ < travels_.size();
   if (begins) timeline_.happened(What::starts, ticks_);
   enter_stages(ticks_, std::nullopt);
   if (begins) timeline_.happened(What::started, ticks_);
-  if (ticks_ >= lag()) tell_when_arrived(*travels_[ticks_ - lag()].bucket);
+  if (ticks_ >= lag()) tell_when_arrived(travels_[ticks_ - lag()]);
   ++ticks_;
   finish_arrived();
 }
@@ -99,7 +110,7 @@ void Driver::gradient(Bucket& bucket, size_t member) {
   auto& travel = travels_[bucket.index()];
   const bool encodes = trip_.stages.front().leg && !travel.legs.empty() && bucket.kernels->pack_on_arrival();
   if (encodes && !travel.wires.front().exists()) make_wire(travel, 0);
-  trip_.gradient(travel, member);
+  trip_.gradient(*way_, travel, member);
 }
 
 Travel* Driver::entering(size_t tick, size_t stage) {
@@ -144,8 +155,8 @@ void Driver::write(Travel& travel, size_t stage) {
   if (!now.write) return;
   if (stage > 0) arrive(travel, stage - 1);
   if (const auto* wire = travel.wire_of(now); wire != nullptr && !wire->exists()) make_wire(travel, *now.leg);
-  const auto travels = now.write(travel);
-  if (is_carried(travel, stage)) return;
+  const auto travels = now.write(*way_, travel);
+  if (travel.is_carried(stage)) return;
   write_status(travel, stage, travels);
   if (!travel.at(stage).travels.is_same(travels)) cut(travel, stage, travels);  // pieces stay while their wire is the same
 }
@@ -162,14 +173,6 @@ void Driver::make_wire(Travel& travel, size_t leg) {
   wire.tensor().zero_();
   if (!wire.sum().is_same(wire.tensor())) wire.sum().zero_();
   travel.bucket->window.producers.note(travel.bucket->device());
-}
-
-// Whose flight carries the bucket in this stage, and in which stage of its own: note [Messages], stage.h.
-Driver::At Driver::carrier(Travel& travel, size_t stage) {
-  const auto& shared = trip_.shared;
-  if (!shared || stage < shared->second || stage >= shared->second + shared->of_a_leg) return {&travel, stage};
-  auto* const host = host_of(travels_, shared, travel.bucket->index());
-  return host == nullptr ? At{&travel, stage} : At{host, stage - (shared->second - shared->first)};
 }
 
 void Driver::cut(Travel& travel, size_t stage, const at::Tensor& travels) {
@@ -200,7 +203,7 @@ void Driver::cut(Travel& travel, size_t stage, const at::Tensor& travels) {
 // Note [Collectives that were started]
 void Driver::start(Travel& travel, size_t stage) {
   auto& flight = travel.at(stage);
-  if (flight.pieces.empty() || is_carried(travel, stage)) return;
+  if (flight.pieces.empty() || travel.is_carried(stage)) return;
   const auto& sends = *trip_.stages[stage].sends;
   // The range of what is no gradient names no bucket: the wire may carry another one's leg.
   std::optional<BucketRange> of_bucket;
@@ -214,7 +217,7 @@ void Driver::start(Travel& travel, size_t stage) {
   if (way_->hook == nullptr) without.emplace();
   for (auto& count = flight.started[stage]; count < flight.pieces.size(); ++count) {
     auto& piece = flight.pieces[count];
-    if (stage > flight.first) complete(travel, stage - 1, piece);
+    if (stage > flight.first) complete(stage - 1, piece);
     piece.averages = travel.averages;
     try {
       sends.start(sends.lanes.of(travel.bucket->index() + flight.first, count), piece);
@@ -230,44 +233,41 @@ void Driver::start(Travel& travel, size_t stage) {
 // ------------------------------------------------------------------------------------------------------------------ what has come
 
 // Waits until the stage's data has come, and adds it up.
-void Driver::complete(Travel& travel, size_t stage, Piece& piece) {
+void Driver::complete(size_t stage, Piece& piece) {
   {
     const Unlocked unlocked(lock_of_users());
     who_waits_.wait_for(piece.works, piece.wire);
   }
   if (piece.added_up > stage) return;
   trip_.stages[stage].sends->add_up(piece);
-  if (piece.room.defined()) note_use_of_wire(*travel.bucket, piece.room);
+  if (piece.room.defined()) note_use_of_wire(buckets_[piece.bucket], piece.room);
   piece.added_up = stage + 1;
 }
 
 void Driver::arrive(Travel& travel, size_t stage) {
   const BucketRange range("wait", *travel.bucket, stage);
-  const auto by = trip_.shared ? carrier(travel, stage) : At{&travel, stage};
-  for (auto& piece : by.travel->at(by.stage).pieces) complete(*by.travel, by.stage, piece);
+  for (auto& piece : travel.pieces(stage)) complete(travel.carriers[stage].stage, piece);
 }
 
 // Whether the end of its trip would not block the calling thread. Reads what has come, where ranks read: note [Reads],
 // transport/reads.h. Not only the sum has to be there: the end waits until other ranks have read.
-bool Driver::has_arrived(const Bucket& bucket) {
-  if (who_waits_.is_the_stream(bucket.device())) return true;
-  const auto by = carrier(travels_[bucket.index()], lag());
-  auto& pieces = by.travel->at(by.stage).pieces;
+bool Driver::has_arrived(Travel& travel) {
+  if (who_waits_.is_the_stream(travel.bucket->device())) return true;
+  auto& pieces = travel.pieces(lag());
   if (!std::ranges::all_of(pieces, [](const Piece& piece) { return are_done(piece.works); })) return false;
   return std::ranges::all_of(pieces, [&](Piece& piece) {
-    if (!piece.acks.empty()) complete(*by.travel, by.stage, piece);
+    if (!piece.acks.empty()) complete(travel.carriers[lag()].stage, piece);
     return are_done(piece.acks);
   });
 }
 
 // On a device with streams the call may come sooner, with a current stream that waits for the collective. It never comes if the
 // process group has no futures.
-void Driver::tell_when_arrived(const Bucket& bucket) {
-  const auto call = timeline_.when_arrived(bucket.index());
+void Driver::tell_when_arrived(Travel& travel) {
+  const auto call = timeline_.when_arrived(travel.bucket->index());
   if (call == nullptr) return;
-  const auto by = carrier(travels_[bucket.index()], lag());
   Works works;
-  for (const auto& piece : by.travel->at(by.stage).pieces) works.insert(works.end(), piece.works.begin(), piece.works.end());
+  for (const auto& piece : travel.pieces(lag())) works.insert(works.end(), piece.works.begin(), piece.works.end());
   when_done(works, call);
 }
 
@@ -275,8 +275,8 @@ void Driver::tell_when_arrived(const Bucket& bucket) {
 void Driver::finish_arrived() {
   const auto fully_started = ticks_ - std::min(ticks_, lag());
   while (finished_ < fully_started) {
-    const auto& bucket = *travels_[finished_].bucket;
-    if (bucket.window.left_in_place || !has_arrived(bucket)) return;
+    auto& travel = travels_[finished_];
+    if (travel.bucket->window.left_in_place || !has_arrived(travel)) return;
     finish_next();
   }
 }
@@ -291,20 +291,18 @@ void Driver::finish_all() {
 void Driver::finish_next() {
   const auto on_side_streams = buckets_.side_streams().make_current();
   auto& travel = travels_[finished_++];
-  finish(travel);
-  timeline_.happened(What::finished, travel.bucket->index());
-  note_use_of_wire(*travel.bucket, travel.bucket->wire.tensor());
-  on_finished_(*travel.bucket);
-}
-
-void Driver::finish(Travel& travel) {
+  auto& bucket = *travel.bucket;
   arrive(travel, lag());
-  trip_.end(travel);
+  trip_.end(*way_, travel);
   forget(travel);
   // On a device the memory of a lent wire has to wait for the caller's stream: note [Lent wires], bucket/wire.h.
-  if (!travel.bucket->lends_wire() || has_streams(travel.bucket->device())) return;
-  for (auto& flight : travel.flights) flight.forget_wire();
-  travel.bucket->wire.give_back();
+  if (bucket.lends_wire() && !has_streams(bucket.device())) {
+    for (auto& flight : travel.flights) flight.forget_wire();
+    bucket.wire.give_back();
+  }
+  timeline_.happened(What::finished, bucket.index());
+  note_use_of_wire(bucket, bucket.wire.tensor());
+  on_finished_(bucket);
 }
 
 // What is left of the window in a bucket that has ended its trip.
@@ -393,9 +391,9 @@ void Driver::make_void(Travel& travel, size_t stage, double value) {
   auto& flight = travel.at(stage);
   const auto& by = trip_.stages[flight.first];
   if (travel.wire_of(by) != nullptr) make_wire(travel, *by.leg);
-  if (is_carried(travel, stage) || std::exchange(flight.is_void, true)) return;
+  if (travel.is_carried(stage) || std::exchange(flight.is_void, true)) return;
   if (travel.wire_of(by) != nullptr) return overwrite(travel, stage, value);
-  const auto instead = by.instead ? by.instead(travel, value) : at::Tensor();
+  const auto instead = by.instead ? by.instead(*way_, travel, value) : at::Tensor();
   write_status(travel, stage, instead);
   cut(travel, stage, instead);
   for (auto& piece : flight.pieces) piece.added_up = stage;
@@ -444,8 +442,12 @@ void Driver::recover(Travel& travel) {
       who_waits_.wait_for(piece.works, piece.wire);
     }
   }
-  if (way_->keeps_runs && is_of_others_) return finish(travel);
-  trip_.recover(travel);
+  if (way_->keeps_runs && is_of_others_) {
+    arrive(travel, lag());
+    trip_.end(*way_, travel);
+  } else {
+    trip_.recover(*way_, travel);
+  }
   forget(travel);
 }
 

@@ -68,6 +68,7 @@ class Driver {
     return way_->all == nullptr ? 1.0 : weighting.scale(way_->all->getSize());
   }
   // Note [What is remembered for good], codec/codec.h.
+  bool remembers() const { return trip_.codec != nullptr && trip_.codec->remembers; }
   void keep();
   void undo(const at::Tensor& only_if);
 
@@ -134,13 +135,12 @@ class Driver {
   void cut(Travel& travel, size_t stage, const at::Tensor& travels);
   void start(Travel& travel, size_t stage);
   void start_shared(size_t tick);
-  void complete(Travel& travel, size_t stage, Piece& piece);
+  void complete(size_t stage, Piece& piece);
   void arrive(Travel& travel, size_t stage);
-  void tell_when_arrived(const Bucket& bucket);
-  bool has_arrived(const Bucket& bucket);
+  void tell_when_arrived(Travel& travel);
+  bool has_arrived(Travel& travel);
   void finish_arrived();
   void finish_next();
-  void finish(Travel& travel);
   void forget(Travel& travel);
   at::Tensor room_for_status(const Travel& travel, size_t stage, const at::Tensor& wire) const;
   void write_status(const Travel& travel, size_t stage, const at::Tensor& wire);
@@ -150,12 +150,6 @@ class Driver {
   void drain();
   // What is released while users' code is waited for; null: there is none.
   std::mutex* lock_of_users() const { return way_->hook == nullptr ? nullptr : &lock_; }
-  struct At {
-    Travel* travel;
-    size_t stage;
-  };
-  At carrier(Travel& travel, size_t stage);
-  bool is_carried(Travel& travel, size_t stage) { return trip_.shared && carrier(travel, stage).travel != &travel; }
 
   Buckets& buckets_;
   Timeline& timeline_;

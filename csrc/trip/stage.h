@@ -14,19 +14,20 @@
 namespace fastddp {
 
 struct Travel;
+struct Way;
 
 // Made once a plan, by make_trip() (trips.h), which alone knows of levels, sharding and hooks.
 struct Stage {
-  // Writes a wire, on the current stream, and returns what of it travels. Null: the wire of the stage before goes on.
-  std::function<at::Tensor(Travel&)> write;
+  // Writes a wire, on the current stream, and returns what of it travels (steps.h). Null: the wire of the stage before goes on.
+  at::Tensor (*write)(const Way& way, Travel& travel) = nullptr;
   // Starts with the pieces of the wire. Null: nothing does.
-  std::shared_ptr<const Collective> sends;
+  std::shared_ptr<const Collective> sends = nullptr;
   // Of a stage that writes: how its wire is cut, for this stage and those that pass it on.
-  std::function<Shards(const at::Tensor& wire)> pieces;
+  std::function<Shards(const at::Tensor& wire)> pieces = nullptr;
   // It writes the wire of this leg of the codec, where the bucket has legs; else the bucket's own, or a part of it.
-  std::optional<size_t> leg;
+  std::optional<size_t> leg = {};
   // What travels in a window that fails, in place of a wire that is not the codec's. Undefined: nothing.
-  std::function<at::Tensor(Travel&, double value)> instead;
+  at::Tensor (*instead)(const Way& way, Travel& travel, double value) = nullptr;
   // Carries gradients of other ranks, so these need it from a rank without inputs, too.
   bool is_relayed = false;
 };
@@ -52,14 +53,26 @@ struct Travel {
   std::vector<Leg> legs = {};    // none: the bucket's own wire travels
   std::vector<Wire> wires = {};  // by leg
   double scale = 1.0;            // of gradients, where they are written first
+  double codec_scale = 1.0;      // of what the codec encodes; in one level, that is the same
   bool averages = false;         // an allreduce does the rest
   std::vector<Flight> flights = {};
   std::vector<size_t> flight_of = {};  // by stage
-  // In two levels: the bucket's wire of which the spans' gradients are parts, and the part that has them all.
+  // By stage: whose flight carries the bucket, and in which stage of its own. Another bucket's, where it shares a wire.
+  struct Carrier {
+    Travel* travel;
+    size_t stage;
+  };
+  std::vector<Carrier> carriers = {};
+  // In two levels: where in the bucket's wire the part begins that has all its spans, and how long it is; the wire of which their
+  // gradients are parts, and the part.
+  std::pair<int64_t, int64_t> extent = {};
   at::Tensor bound = {}, run = {};
   bool is_decoded = false;
 
   Flight& at(size_t stage) { return flights[flight_of[stage]]; }
+  bool is_carried(size_t stage) const { return carriers[stage].travel != this; }
+  // What carries it.
+  std::vector<Piece>& pieces(size_t stage) { return carriers[stage].travel->at(carriers[stage].stage).pieces; }
   // The leg whose wire the stage writes; null: the bucket's own.
   Wire* wire_of(const Stage& stage) { return stage.leg && *stage.leg < wires.size() ? &wires[*stage.leg] : nullptr; }
 };
@@ -86,11 +99,11 @@ struct Trip {
   std::shared_ptr<Codec> codec;
   std::optional<Shared> shared;
   // A gradient of the bucket is final; its stages follow when all are.
-  std::function<void(Travel&, size_t member)> gradient;
+  void (*gradient)(const Way& way, Travel& travel, size_t member) = nullptr;
   // The last stage's sum has come: writes the gradients.
-  std::function<void(Travel&)> end;
+  void (*end)(const Way& way, Travel& travel) = nullptr;
   // In its place where the window has failed.
-  std::function<void(Travel&)> recover;
+  void (*recover)(const Way& way, Travel& travel) = nullptr;
   // Averages a bucket that is not one of the plan's, with this scale: Driver::start_late().
   std::function<std::function<void()>(Bucket&, double scale)> late;
   bool has_status = false;  // note [Room for the status], driver.h

@@ -1,11 +1,8 @@
 #include "trip/trips.h"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
-#include "bucket/measuring.h"
-#include "bucket/packing.h"
 #include "trip/steps.h"
 
 namespace fastddp {
@@ -22,12 +19,8 @@ struct Route {
   int64_t unit = 1;    // of numbers
 };
 
-std::shared_ptr<const Adder> adder_of(Codec* codec, int64_t unit) {
-  if (unit == 0) return nullptr;
-  const auto add = [codec](size_t bucket, int64_t first, const Shards& shards, const at::Tensor& target) {
-    codec->add(bucket, first, shards, target);
-  };
-  return std::make_shared<Adder>(Adder{unit, add});
+Halves halves_of(const Way& way, std::shared_ptr<const Owners> owners, Cut cut, int64_t adds_unit) {
+  return {std::move(owners), std::move(cut), adds_unit > 0 ? way.codec.get() : nullptr, std::max<int64_t>(1, adds_unit)};
 }
 
 // Into how many shards the lanes' ranks cut a wire.
@@ -56,7 +49,7 @@ Route over_lanes(const Way& way, c10::Device device, int64_t adds_unit) {
   route.unit = adds_unit > 0 ? adds_unit : has_streams(device) ? 8 : 1;
   std::vector<Halves> halves;
   for (size_t level = 0; level < way.levels.size(); ++level) {
-    halves.push_back({way.level_owners[level], shards_of(way.levels, level), adder_of(way.codec.get(), adds_unit)});
+    halves.push_back(halves_of(way, way.level_owners[level], shards_of(way.levels, level), adds_unit));
   }
   size_t round = 0;
   for (const auto& half : halves) route.collectives.push_back(make_to_owners(lanes, half, round++, /*is_last=*/false));
@@ -73,13 +66,24 @@ Route over_lanes(const Way& way, c10::Device device, int64_t adds_unit) {
 
 // To the owners of runs, and no further.
 Route to_runs(const Way& way, const Lanes& lanes, c10::Device device, int64_t adds_unit, bool is_last) {
-  const Halves halves{way.run_owners, runs_of(way.sharding), adder_of(way.codec.get(), adds_unit)};
+  const auto halves = halves_of(way, way.run_owners, runs_of(way.sharding), adds_unit);
   // On a device messages may be on their way at the same time, as far as the host knows.
   const bool shares_room = goes_in_pairs(*lanes.first(), device) && adds_unit == 0 && lanes.ranks() > 1;
-  return {{make_to_owners(lanes, halves, 0, is_last, shares_room)}, whole, 1, std::max<int64_t>(1, adds_unit)};
+  return {{make_to_owners(lanes, halves, 0, is_last, shares_room)}, whole, 1, halves.unit};
 }
 
 // ---------------------------------------------------------------------------------------------------------- formats and wires
+
+// Spans of all members of a bucket.
+Spans spans_of(const Bucket& bucket) {
+  const auto& layout = bucket.layout;
+  Spans spans{.bucket = bucket.index(), .dtype = layout.gradient_dtype(), .device = bucket.device(), .grid = layout.grid()};
+  for (size_t member = 0; member < bucket.size(); ++member) {
+    const auto& like = layout[member].like;
+    spans.all.push_back({member, layout.parameter(member), 0, like.numel(), 0, like});
+  }
+  return spans;
+}
 
 // Asks the codec what travels, and sets Travel::legs.
 void plan(Travels& travels, Codec& codec, int64_t owners) {
@@ -135,41 +139,21 @@ void plan_wires(Travels& travels, const Route& route, const std::optional<Shared
 
 // ---------------------------------------------------------------------------------------------------------------------- stages
 
-// To the bucket's own wire.
-at::Tensor pack_own(Travel& travel) {
-  return pack(*travel.bucket, travel.scale);
-}
-
-void pack_own_on_arrival(Travel& travel, size_t member) {
-  pack_on_arrival(*travel.bucket, member, travel.scale);
-}
-
-at::Tensor void_wire(const Travel& travel, double value) {
-  const auto wire = travel.bucket->wire.another();
-  travel.bucket->layout.fill(wire, value);
-  return wire;
-}
-
 void add_stages(Trip& trip, const Route& route, Stage first) {
-  const auto is_relayed = first.is_relayed;
   first.pieces = route.pieces;
   first.sends = route.collectives.front();
-  trip.stages.push_back(std::move(first));
+  trip.stages.push_back(first);
   for (size_t i = 1; i < route.collectives.size(); ++i) {
-    auto& next = trip.stages.emplace_back();
-    next.sends = route.collectives[i];
-    next.is_relayed = is_relayed;
+    trip.stages.push_back({.sends = route.collectives[i], .is_relayed = first.is_relayed});
   }
 }
 
 // Through the same stages again.
-void add_second_leg(Trip& trip, const Route& route, Stage first, std::function<double(const Travel&)> scale) {
+void add_second_leg(Trip& trip, const Route& route, Stage first) {
   const auto of_a_leg = route.collectives.size(), begin = trip.stages.size() - of_a_leg;
   first.leg = 1;
-  first.write = [codec = trip.codec.get(), scale = std::move(scale)](Travel& travel) {
-    return encode_all(travel, *codec, 1, scale(travel));
-  };
-  add_stages(trip, route, std::move(first));
+  first.write = encode_again;
+  add_stages(trip, route, first);
   trip.shared = Shared{begin, begin + of_a_leg, of_a_leg};
 }
 
@@ -203,11 +187,10 @@ bool has_room_for_status(const Way& way, const Route& route, const Travel& last)
 
 Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
   const auto device = travels.front().bucket->device();
-  auto* const codec = way.codec.get();
   for (auto& travel : travels) {
     travel.spans.needs_wire = slabs != nullptr && slabs->are_symmetric() && way.lanes->ranks() > 1;
   }
-  plan(travels, *codec, owners_of(way));
+  plan(travels, *way.codec, owners_of(way));
   const auto adds_unit = adds_unit_of(travels);
   const auto route =
       way.keeps_runs ? to_runs(way, *way.lanes, device, adds_unit, /*is_last=*/true) : over_lanes(way, device, adds_unit);
@@ -223,64 +206,44 @@ Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
                         : travel.bucket->do_without_wire(format);
   }
 
-  Stage first;
-  first.leg = 0;
-  first.write = [codec](Travel& travel) {
-    return travel.legs.empty() ? pack(*travel.bucket, travel.scale) : encode_rest(travel, *codec);
-  };
-  first.instead = void_wire;
+  const Stage first{.write = encode, .leg = 0, .instead = void_own};
   add_stages(trip, route, first);
   if (travels.front().legs.size() > 1) {
     TORCH_CHECK_VALUE(!way.keeps_runs, "fastddp: a sharded optimizer takes gradients that travel in one leg");
-    add_second_leg(trip, route, first, [](const Travel& travel) { return travel.scale; });
+    add_second_leg(trip, route, first);
   }
   plan_wires(travels, route, trip.shared, tail, slabs);
-  trip.gradient = [codec](Travel& travel, size_t member) {
-    auto& bucket = *travel.bucket;
-    if (travel.legs.empty()) return pack_on_arrival(bucket, member, travel.scale);
-    if (!bucket.kernels->pack_on_arrival() || travel.legs.front().is_whole) return;  // it does where there are no streams
-    encode_members(travel, *codec, std::array{member});
-  };
-  if (way.keeps_runs) {
-    trip.end = [codec](Travel& travel) {
-      auto& bucket = *travel.bucket;
-      travel.legs.empty() ? bucket.shard->take(bucket, travel.at(0).travels) : decode_mine(travel, *codec);
-      bucket.shard->finish(bucket);
-    };
-  } else {
-    trip.end = [codec](Travel& travel) {
-      travel.legs.empty() ? unpack(*travel.bucket, travel.bucket->wire.tensor()) : decode(travel, *codec);
-    };
-  }
-  trip.recover = [codec](Travel& travel) {
-    if (!travel.legs.empty()) codec->recover(travel.bucket->index(), travel.wires);
-  };
+  trip.gradient = encode_on_arrival;
+  trip.end = way.keeps_runs ? decode_mine : decode;
+  trip.recover = recover;
   trip.late = late_over(way);
   return trip;
 }
 
-// Whether each run can travel where it is, as a part of its bucket's wire.
-bool fit_in_runs(const Travels& travels, const Sharding& sharding, int64_t unit) {
-  return std::ranges::all_of(travels, [&](const Travel& travel) {
-    const auto [begin, length] = extent_of_run(travel, sharding, unit);
-    return travel.legs.size() > 0 || begin + length <= sharding.run(travel.bucket->index()).end;
-  });
+// Sets Travel::extent. Returns whether each run can travel where it is, as a part of its bucket's wire.
+bool fit_in_runs(Travels& travels, const Sharding& sharding, int64_t unit) {
+  bool fit = true;
+  for (auto& travel : travels) {
+    const auto& spans = sharding.spans(travel.bucket->index());
+    const auto begin = spans.front().offset, end = spans.back().offset + spans.back().length();
+    travel.extent = {begin, rounded_up(end - begin, unit)};
+    fit = fit && (!travel.legs.empty() || begin + travel.extent.second <= sharding.run(travel.bucket->index()).end);
+  }
+  return fit;
 }
 
 Trip in_two_levels(const Way& way, Travels& travels, Slabs* slabs) {
   const auto device = travels.front().bucket->device();
-  auto* const codec = way.codec.get();
-  const auto* const sharding = way.sharding.get();
+  const auto& sharding = way.sharding;
   for (auto& travel : travels) {
     travel.spans.grid = {sharding->grid().member, 1};
     travel.spans.all = sharding->spans(travel.bucket->index());
   }
-  plan(travels, *codec, owners_of(way));
+  plan(travels, *way.codec, owners_of(way));
   const auto between = over_lanes(way, device, adds_unit_of(travels));
-  const auto unit = between.owners * between.unit;
-  if (!fit_in_runs(travels, *sharding, unit)) {
+  if (!fit_in_runs(travels, *sharding, between.owners * between.unit)) {
     for (auto& travel : travels) travel.spans.needs_wire = true;
-    plan(travels, *codec, owners_of(way));
+    plan(travels, *way.codec, owners_of(way));
   }
   const auto to_node = to_runs(way, *way.node, device, 0, /*is_last=*/way.keeps_runs);
   for (auto& travel : travels) {
@@ -289,49 +252,18 @@ Trip in_two_levels(const Way& way, Travels& travels, Slabs* slabs) {
 
   Trip trip;
   trip.codec = way.codec;
-  Stage first;
-  first.write = pack_own;
-  first.instead = [is_zero = way.remembers](Travel& travel, double value) { return void_wire(travel, is_zero ? 0.0 : value); };
-  add_stages(trip, to_node, first);
-  const auto scale = way.remembers ? 1.0 / static_cast<double>(way.lanes->ranks()) : 1.0;
-  Stage run;
-  run.is_relayed = true;
-  run.leg = 0;
-  run.write = [codec, sharding, unit, scale](Travel& travel) {
-    bind_run(travel, *sharding, unit, travel.at(0).travels);
-    return travel.legs.empty() ? travel.run : encode_all(travel, *codec, 0, scale);
-  };
-  run.instead = [sharding, unit](Travel& travel, double value) {
-    const auto [begin, length] = extent_of_run(travel, *sharding, unit);
-    return void_wire(travel, value).narrow(0, begin, length);
-  };
+  add_stages(trip, to_node, {.write = pack_own, .instead = void_to_node});
+  const Stage run{.write = encode_run, .leg = 0, .instead = void_run, .is_relayed = true};
   add_stages(trip, between, run);
-  if (travels.front().legs.size() > 1) add_second_leg(trip, between, run, [scale](const Travel&) { return scale; });
+  if (travels.front().legs.size() > 1) add_second_leg(trip, between, run);
   plan_wires(travels, between, trip.shared, 0, nullptr);
-  trip.gradient = pack_own_on_arrival;
-  if (way.keeps_runs) {
-    trip.end = [codec](Travel& travel) {
-      auto& bucket = *travel.bucket;
-      decode_run(travel, *codec);
-      bucket.shard->take(bucket, travel.bound);
-      bucket.shard->finish(bucket);
-      travel.is_decoded = false;
-    };
-  } else {
-    Stage last;
-    last.is_relayed = true;
-    last.write = [codec](Travel& travel) {
-      decode_run(travel, *codec);
-      return travel.bound;
-    };
-    last.instead = void_wire;
-    add_stages(trip, {{make_from_owners(*way.node, {way.run_owners, runs_of(way.sharding), nullptr}, 1)}, whole}, last);
-    trip.end = [](Travel& travel) {
-      travel.is_decoded = false;
-      unpack(*travel.bucket, travel.bucket->wire.tensor());
-    };
+  if (!way.keeps_runs) {
+    const Route from_node{{make_from_owners(*way.node, {way.run_owners, runs_of(way.sharding)}, 1)}, whole};
+    add_stages(trip, from_node, {.write = decode_run, .instead = void_own, .is_relayed = true});
   }
-  trip.recover = [codec](Travel& travel) { recover_run(travel, *codec); };
+  trip.gradient = pack_own_on_arrival;
+  trip.end = way.keeps_runs ? decode_run_of_mine : unpack_own;
+  trip.recover = recover_run;
   trip.late = late_over(way);
   return trip;
 }
@@ -340,16 +272,10 @@ Trip by_hook(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Sla
   way.hook->use(buckets, lock);
   for (auto& travel : travels) set_own_wire(*travel.bucket, {travel.bucket->layout.gradient_dtype()}, *way.hook, slabs);
   Trip trip;
-  Stage stage;
-  stage.write = pack_own;
-  stage.instead = [hook = way.hook](Travel& travel, double) {
-    hook->run_void(*travel.bucket);
-    return at::Tensor();
-  };
-  add_stages(trip, {{way.hook}, whole}, stage);
+  add_stages(trip, {{way.hook}, whole}, {.write = pack_own, .instead = void_hook});
   trip.gradient = pack_own_on_arrival;
-  trip.end = [](Travel& travel) { unpack(*travel.bucket, std::exchange(travel.at(0).pieces.front().sum, {})); };
-  trip.recover = [](Travel&) {};
+  trip.end = unpack_result;
+  trip.recover = leave;
   trip.late = [hook = way.hook](Bucket& bucket, double) { return hook->start_late(bucket); };
   return trip;
 }
@@ -358,17 +284,9 @@ Trip by_hook(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Sla
 Trip nowhere(Travels& travels) {
   for (auto& travel : travels) travel.bucket->do_without_wire(travel.bucket->layout.format());
   Trip trip;
-  Stage stage;
-  stage.write = [](Travel& travel) {
-    wait_for_gradients(*travel.bucket);
-    measure_local(*travel.bucket, first_numbers(travel.bucket->size()));
-    return at::Tensor();
-  };
-  trip.stages.push_back(stage);
-  trip.gradient = [](Travel& travel, size_t member) {
-    if (travel.bucket->kernels->pack_on_arrival()) measure_local(*travel.bucket, std::array{member});
-  };
-  trip.end = trip.recover = [](Travel&) {};
+  trip.stages.push_back({.write = measure_all});
+  trip.gradient = measure_on_arrival;
+  trip.end = trip.recover = leave;
   trip.late = [](Bucket&, double) { return [] {}; };
   return trip;
 }
@@ -387,35 +305,6 @@ Travel* guest_of(Travels& travels, const std::optional<Shared>& shared, size_t b
 Travel* host_of(Travels& travels, const std::optional<Shared>& shared, size_t bucket) {
   const auto host = bucket + (shared ? shared->second - shared->first : 0);
   return shared && host < travels.size() && guest_of(travels, shared, host) != nullptr ? &travels[host] : nullptr;
-}
-
-std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> Way::groups() const {
-  auto groups = hook_groups;
-  if (all != nullptr) groups.push_back(all);
-  for (const auto* some : {&lanes, &node}) {
-    if (*some) std::ranges::copy((*some)->all(), std::back_inserter(groups));
-  }
-  return groups;
-}
-
-c10d::ProcessGroup* Way::lane(size_t number, c10::Device device) const {
-  if (hook != nullptr) return number == 0 ? all.get() : nullptr;
-  const bool sends_messages = lanes && !nodes.empty() && goes_in_pairs(*lanes->first(), device);
-  return lanes && !node && !keeps_runs && !sends_messages ? lanes->at(number) : nullptr;
-}
-
-void Way::meet(c10::Device device) {
-  const bool has_levels = lanes && !nodes.empty() && (node || !keeps_runs);
-  if (sharding != nullptr && run_owners == nullptr) {
-    run_owners = make_owners(node ? *node : *lanes, device, /*own_sums=*/!node && !nodes.empty());
-  }
-  if (!has_levels || !levels.empty()) return;
-  TORCH_CHECK_VALUE(static_cast<int64_t>(nodes.size()) == lanes->ranks(), "fastddp: the nodes of ", nodes.size(),
-                    " ranks do not fit a process group of ", lanes->ranks());
-  const auto rank = lanes->first()->getRank();
-  const bool in_pairs = goes_in_pairs(*lanes->first(), device);
-  levels = in_pairs ? make_levels(nodes, rank) : std::vector{all_ranks(nodes.size(), rank)};
-  for (const auto& level : levels) level_owners.push_back(in_pairs ? make_pairs(level, *lanes) : make_all_to_all(level));
 }
 
 std::optional<Trip> make_trip(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Slabs* slabs, std::mutex& lock) {

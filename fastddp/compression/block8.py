@@ -294,7 +294,6 @@ class Block8(Pipelined):
 
     state: BlockState
     number: Number
-    remembers: ClassVar[bool] = True
 
     def group(self, setting: Setting) -> dist.ProcessGroup:
         """As :meth:`fastddp.exchange.descriptions.Exchange.group`."""

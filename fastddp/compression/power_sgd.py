@@ -356,7 +356,6 @@ class PowerSGD(Pipelined):
     batched: bool
     wire: torch.dtype | None
     takes_whole_parameters: ClassVar[bool] = True
-    remembers: ClassVar[bool] = True
 
     def check(self, setting: Setting) -> None:
         """Raise ValueError if a gradient is complex, and the hook is the batched one."""

@@ -1,4 +1,4 @@
-"""Descriptions of how gradients travel. Each makes a way (``csrc/trip/trips.h``), which a reducer takes."""
+"""Descriptions of how gradients travel. Each makes a way (``csrc/trip/way.h``), which a reducer takes."""
 
 from __future__ import annotations
 
@@ -120,8 +120,6 @@ class Pipelined(Exchange):
 
     takes_whole_parameters: ClassVar[bool] = False
     """Whether it needs whole gradients, for example to read them as matrices."""
-    remembers: ClassVar[bool] = False
-    """Whether a window depends on earlier ones: then NaN would stay, and it needs an average, not a sum."""
 
 
 Schedule = Callable[[int], Exchange]

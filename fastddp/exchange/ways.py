@@ -85,7 +85,7 @@ def _in_two_levels(exchange: Exchange, setting: Setting, hierarchy: Hierarchy) -
     shards = setting.sharding or _shards(setting, hierarchy, exchange.takes_whole_parameters)
     way = exchange.make(_between_nodes(setting, hierarchy, shards))
     node = _C.Lanes([hierarchy.node], processes_of(hierarchy.node, setting.device))
-    way.in_two_levels(setting.process_group, node, shards, remembers=exchange.remembers)
+    way.in_two_levels(setting.process_group, node, shards)
     return way
 
 

@@ -413,7 +413,7 @@ def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     plan = [[5, 4], [3, 2], [1, 0]] if len(of) == 6 else [[1], [0]]
     shards = _C.Sharding(list(of), names, plan, ranks=RANKS, rank=0, whole=False)
     way = _C.Way(_C.Codec.cast(torch.float16), [group()])
-    way.in_two_levels(group(RANKS**2), [group()], shards, remembers=False)
+    way.in_two_levels(group(RANKS**2), [group()], shards)
     engine.set_way(way)
 
 
