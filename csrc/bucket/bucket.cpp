@@ -58,7 +58,8 @@ void Bucket::arrive(size_t member, bool exclusive) {
 
 void check_gradient(const Bucket& bucket, size_t member, const at::Tensor& gradient) {
   if (!gradient.defined()) return;
-  const auto& [parameter, like, name] = bucket.layout[member];
+  const auto& like = bucket.layout[member].like;
+  const auto& name = bucket.layout.name(member);
   TORCH_CHECK(!gradient.is_sparse(), "fastddp: parameter ", name, " in bucket ", bucket.index(),
               " got a sparse gradient, which is not supported; build its module with sparse=False, or exclude it with "
               "_set_params_and_buffers_to_ignore_for_model.",

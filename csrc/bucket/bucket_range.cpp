@@ -13,7 +13,7 @@ std::string keys_of(const Bucket& bucket, size_t collective) {
   std::ostringstream text;
   text << " bucket=" << layout.index() << " of=" << layout.count() << " collective=" << collective
        << " tick=" << layout.index() + collective << " bytes=" << bytes << " wire=" << dtype_name(wire)
-       << " first=" << layout[0].name << " last=" << layout[layout.size() - 1].name;
+       << " first=" << layout.name(0) << " last=" << layout.name(layout.size() - 1);
   return text.str();
 }
 

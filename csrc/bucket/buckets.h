@@ -117,7 +117,7 @@ class Buckets {
   Bucket make(size_t index, size_t count, const std::vector<size_t>& members, GradientForm form) const {
     std::vector<at::Tensor> holders;
     for (const auto parameter : members) holders.push_back(holders_[parameter]);
-    return {Layout(index, count, whole_members(members, parameters_, names_), form), std::move(holders)};
+    return {Layout(index, count, members, parameters_, names_, form), std::move(holders)};
   }
 
   const std::vector<at::Tensor> parameters_;

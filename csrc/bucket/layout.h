@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <numeric>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,12 +15,6 @@ namespace fastddp {
 
 // The parameters of each bucket, in the order of collectives.
 using Plan = std::vector<std::vector<size_t>>;
-
-struct Member {
-  size_t parameter;  // its number in the reducer
-  at::Tensor like;   // the parameter: has the gradient's shape, strides and device
-  std::string name;
-};
 
 // Note [Aligned members]
 // GPU kernels move 16 bytes at once where source and destination begin at multiples of 16 bytes, and single elements elsewhere.
@@ -43,42 +37,43 @@ struct WireFormat {
 // The layout of one bucket. Only the wire's format and the grid may change, between two windows.
 class Layout {
  public:
-  // Bucket `index` of `count`, in the order of collectives.
-  Layout(size_t index, size_t count, std::vector<Member> members, GradientForm form);
+  // Bucket `index` of `count`, in the order of collectives. Its members are `numbers` of these parameters.
+  Layout(size_t index, size_t count, const std::vector<size_t>& numbers, const std::vector<at::Tensor>& parameters,
+         const std::vector<std::string>& names, GradientForm form);
 
-  size_t index() const { return index_; }
+  size_t index() const { return spans_.bucket; }
   size_t count() const { return count_; }
   const GradientForm& form() const { return form_; }
-  size_t size() const { return members_.size(); }
-  const Member& operator[](size_t member) const { return members_[member]; }
-  size_t parameter(size_t member) const { return members_[member].parameter; }
-  std::vector<size_t> parameters() const {
-    std::vector<size_t> numbers;
-    for (const auto& member : members_) numbers.push_back(member.parameter);
+  size_t size() const { return spans_.all.size(); }
+  // Whole gradients: each member is a span.
+  const Spans& spans() const { return spans_; }
+  const Span& operator[](size_t member) const { return spans_.all[member]; }
+  const std::string& name(size_t member) const { return names_[member]; }
+  size_t parameter(size_t member) const { return spans_.all[member].parameter; }
+  std::vector<size_t> parameters() const { return of_members(&Span::parameter); }
+
+  c10::Device device() const { return spans_.device; }
+  // A real dtype, the same for all members.
+  c10::ScalarType gradient_dtype() const { return spans_.dtype; }
+
+  // Where each member begins in the wire, and its length there, in numbers.
+  std::vector<size_t> offsets() const { return of_members(&Span::offset); }
+  std::vector<size_t> lengths() const { return of_members(&Span::length); }
+  // The numbers of all gradients, without gaps and padding.
+  int64_t numbers() const {
+    int64_t numbers = 0;
+    for (const auto& member : spans_.all) numbers += member.length();
     return numbers;
   }
-
-  c10::Device device() const { return members_.front().like.device(); }
-  // A real dtype, the same for all members.
-  c10::ScalarType gradient_dtype() const { return c10::toRealValueType(form_.dtype_of(members_.front().like)); }
-
-  // Where each member begins in the wire, and its length there, in numbers. A complex element is two numbers.
-  const std::vector<size_t>& offsets() const { return offsets_; }
-  const std::vector<size_t>& lengths() const { return lengths_; }
-  int64_t offset(size_t member) const { return static_cast<int64_t>(offsets_[member]); }
-  int64_t length(size_t member) const { return static_cast<int64_t>(lengths_[member]); }
-  // The numbers of all gradients, without gaps and padding.
-  int64_t numbers() const { return std::accumulate(lengths_.begin(), lengths_.end(), int64_t{0}); }
   // extent(): the numbers up to the end of the last member. wire_length(): with the padding after it.
-  int64_t extent() const { return static_cast<int64_t>(offsets_.back() + lengths_.back()); }
-  int64_t wire_length() const { return rounded_up(extent() + format_.tail, std::lcm(format_.unit, grid_.wire)); }
+  int64_t extent() const { return spans_.all.back().offset + spans_.all.back().length(); }
+  int64_t wire_length() const { return spans_.numbers; }
 
   const WireFormat& format() const { return format_; }
   // Returns whether the format has changed.
   bool set_format(WireFormat format);
   // The same for the grid.
   bool set_grid(Grid grid);
-  const Grid& grid() const { return grid_; }
 
   void zero_gaps(const at::Tensor& wire) const;
   at::Tensor tail(const at::Tensor& wire) const { return wire.narrow(0, wire.numel() - format_.tail, format_.tail); }
@@ -91,25 +86,23 @@ class Layout {
   at::Tensor view(const at::Tensor& wire, size_t member) const;
   // Fresh memory for a gradient.
   at::Tensor empty_gradient(size_t member) const {
-    const auto& like = members_[member].like;
+    const auto& like = spans_.all[member].like;
     return fastddp::empty_gradient(like, form_.dtype_of(like));
   }
 
  private:
-  void place_members();
+  template <typename Number>
+  std::vector<size_t> of_members(Number Span::* number) const {
+    std::vector<size_t> numbers;
+    for (const auto& member : spans_.all) numbers.push_back(static_cast<size_t>(std::invoke(number, member)));
+    return numbers;
+  }
 
-  size_t index_;
   size_t count_;
-  std::vector<Member> members_;
   GradientForm form_;
+  std::vector<std::string> names_;
+  Spans spans_;
   WireFormat format_;
-  Grid grid_;
-  std::vector<size_t> offsets_;
-  std::vector<size_t> lengths_;
 };
-
-// One member for all elements of each of these parameters.
-std::vector<Member> whole_members(const std::vector<size_t>& numbers, const std::vector<at::Tensor>& parameters,
-                                  const std::vector<std::string>& names);
 
 }  // namespace fastddp

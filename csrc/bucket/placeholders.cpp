@@ -75,7 +75,7 @@ void resolve_placeholder(Bucket& bucket, size_t member, bool used) {
 
 void add_late(Bucket& bucket, size_t member, const Bucket& late, size_t from) {
   if (bucket.shard != nullptr) {
-    const auto whole = late.wire.tensor().narrow(0, late.layout.offset(from), late.layout.length(from));
+    const auto whole = late.wire.tensor().narrow(0, late.layout[from].offset, late.layout[from].length());
     return bucket.shard->add(bucket, member, whole);
   }
   bucket.window.note_rewritten();

@@ -120,7 +120,7 @@ void Shard::add(Bucket& bucket, size_t member, const at::Tensor& whole) {
   if (!span_of_[member]) return;
   bucket.window.note_rewritten();
   const auto& span = mine_.all[*span_of_[member]];
-  const auto begin = static_cast<size_t>(span.offset - bucket.layout.offset(member));
+  const auto begin = static_cast<size_t>(span.offset - bucket.layout[member].offset);
   about_to_write(held(span.number)).add_(view_of(whole, span.like, begin));
 }
 

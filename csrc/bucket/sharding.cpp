@@ -31,7 +31,7 @@ Runs cut_between_members(const Layout& layout, size_t ranks, int64_t unit) {
     const auto share = (layout.extent() - begin) / static_cast<int64_t>(ranks - rank);
     auto end = begin;
     for (; member < layout.size(); ++member) {
-      const auto with_next = rounded_up(layout.offset(member) + layout.length(member), unit);
+      const auto with_next = rounded_up(layout[member].offset + layout[member].length(), unit);
       const bool comes_nearer = with_next - begin - share <= share - (end - begin);
       if (rank + 1 < ranks && !comes_nearer) break;
       end = with_next;
@@ -70,7 +70,7 @@ Sharding::Sharding(const std::vector<at::Tensor>& parameters, const std::vector<
   TORCH_CHECK_VALUE(rank < ranks, "fastddp: there is no rank ", rank, " among the ", ranks, " that share a wire");
   std::vector<int64_t> loads(ranks);
   for (size_t index = 0; index < plan_.size(); ++index) {
-    Layout layout(index, plan_.size(), whole_members(plan_[index], parameters, names), {});
+    Layout layout(index, plan_.size(), plan_[index], parameters, names, {});
     if (units_) {
       layout.set_grid(grid());
     } else {
@@ -96,9 +96,9 @@ std::vector<at::Tensor> Sharding::cut(const at::Tensor& wire, size_t bucket) con
 void Sharding::add_spans(const Layout& layout) {
   const auto& run = runs_[layout.index()][rank_];
   for (size_t member = 0; member < layout.size(); ++member) {
-    const auto first = layout.offset(member);
+    const auto first = layout[member].offset;
     const auto begin = std::max(run.begin, first);
-    const auto end = std::min(run.end, first + layout.length(member));
+    const auto end = std::min(run.end, first + layout[member].length());
     if (begin < end) add(layout, member, begin - first, end - first);
   }
   if (spans_[layout.index()].empty()) add(layout, 0, 0, 0);
@@ -108,7 +108,7 @@ void Sharding::add(const Layout& layout, size_t member, int64_t begin, int64_t e
   const auto& parameter = layout[member].like;
   const auto numbers = parameter.is_complex() ? 2 : 1;
   auto& spans = spans_[layout.index()];
-  const auto place = begin < end ? layout.offset(member) + begin : runs_[layout.index()][rank_].begin;
+  const auto place = begin < end ? layout[member].offset + begin : runs_[layout.index()][rank_].begin;
   spans.push_back({spans.size(), layout.parameter(member), begin / numbers, end / numbers, place,
                    like_part_of(parameter, begin / numbers, end / numbers)});
 }

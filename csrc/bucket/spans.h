@@ -55,8 +55,9 @@ struct Spans {
   LocalSums* sums = nullptr;  // wants what encode() sees of this rank's gradients; null: nobody does
   size_t call = 0;            // how many times they have been encoded
 
-  // Once a plan, by whoever writes their wire: spans begin at multiples of `apart` numbers, and the wire is a multiple of `unit`.
-  void place(int64_t apart, int64_t unit) {
+  // Once a plan, by whoever writes their wire: spans begin at multiples of `apart` numbers. The wire has `tail` more numbers, and is a
+  // multiple of `unit`.
+  void place(int64_t apart, int64_t unit, int64_t tail = 0) {
     const auto step = std::lcm(apart, grid.member), whole = std::lcm(unit, grid.wire);
     int64_t next = 0, end = 0;
     for (auto& span : all) {
@@ -64,7 +65,7 @@ struct Spans {
       end = next + span.length();
       next = rounded_up(end, step);
     }
-    numbers = rounded_up(end, whole);
+    numbers = rounded_up(end + tail, whole);
   }
 };
 

@@ -74,17 +74,6 @@ Route to_runs(const Way& way, const Lanes& lanes, c10::Device device, int64_t ad
 
 // ---------------------------------------------------------------------------------------------------------- formats and wires
 
-// Spans of all members of a bucket.
-Spans spans_of(const Bucket& bucket) {
-  const auto& layout = bucket.layout;
-  Spans spans{.bucket = bucket.index(), .dtype = layout.gradient_dtype(), .device = bucket.device(), .grid = layout.grid()};
-  for (size_t member = 0; member < bucket.size(); ++member) {
-    const auto& like = layout[member].like;
-    spans.all.push_back({member, layout.parameter(member), 0, like.numel(), 0, like});
-  }
-  return spans;
-}
-
 // Asks the codec what travels, and sets Travel::legs.
 void plan(Travels& travels, Codec& codec, int64_t owners) {
   std::vector<Spans> spans;
@@ -310,7 +299,7 @@ Travel* host_of(Travels& travels, const std::optional<Shared>& shared, size_t bu
 std::optional<Trip> make_trip(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Slabs* slabs, std::mutex& lock) {
   if (way.sharding != nullptr && !way.sharding->fit(buckets)) return std::nullopt;
   if (buckets.empty()) return Trip();
-  for (auto& bucket : buckets) travels.push_back({.bucket = &bucket, .spans = spans_of(bucket)});
+  for (auto& bucket : buckets) travels.push_back({.bucket = &bucket, .spans = bucket.layout.spans()});
   if (way.hook != nullptr) return by_hook(way, buckets, travels, slabs, lock);
   if (!way.lanes) return nowhere(travels);
   return way.node ? in_two_levels(way, travels, slabs) : in_one_level(way, travels, slabs);
