@@ -6,6 +6,7 @@
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <array>
@@ -45,11 +46,6 @@ const std::array<uint64_t, kColumns>& factors_of_columns() {
     return factors;
   }();
   return made;
-}
-
-// Makes the digest of a slice of zeros differ from that of a missing slice.
-uint64_t digest_of_length(const Slice& slice) {
-  return slice.tensor.defined() ? odd_number(slice.end - slice.begin) : 0;
 }
 
 // Both halves of each column's factor, the lower one signed. CPUs have vector instructions for 32-bit products, and two of them
@@ -201,13 +197,13 @@ const at::Tensor& Digests::factors(c10::Device device) {
 
 at::Tensor Digests::of(const std::vector<Slice>& slices, c10::Device device) {
   const auto options = at::TensorOptions().dtype(at::kLong).pinned_memory(has_streams(device));
-  const auto on_host = at::empty({static_cast<int64_t>(slices.size())}, options);
+  const auto on_host = at::zeros({static_cast<int64_t>(slices.size())}, options);
   auto* const digests = reinterpret_cast<uint64_t*>(on_host.mutable_data_ptr<int64_t>());
   std::vector<at::Tensor> elsewhere(slices.size());
   for (size_t i = 0; i < slices.size(); ++i) {
-    digests[i] = digest_of_length(slices[i]);
-    if (!slices[i].tensor.defined()) continue;
-    const auto& tensor = slices[i].tensor;
+    const auto& [tensor, begin, end] = slices[i];
+    if (!tensor.defined()) continue;
+    digests[i] = odd_number(end - begin);  // so that a slice of zeros is not a missing one
     if (!tensor.is_cpu()) {
       elsewhere[i] = bytes_of(slices[i]);
       continue;
@@ -215,7 +211,7 @@ at::Tensor Digests::of(const std::vector<Slice>& slices, c10::Device device) {
     const auto size = static_cast<int64_t>(tensor.element_size());
     const auto in_order = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() ? tensor : dense(tensor);
     const auto* const data = static_cast<const uint8_t*>(in_order.const_data_ptr());
-    digests[i] += digest_on_cpu(data + slices[i].begin * size, (slices[i].end - slices[i].begin) * size);
+    digests[i] += digest_on_cpu(data + begin * size, (end - begin) * size);
   }
   const auto result = device.is_cpu() ? on_host : on_host.to(device, /*non_blocking=*/true);
   std::unordered_map<c10::Device, Batch> batches;
