@@ -31,21 +31,16 @@ constexpr uint64_t odd_number(uint64_t number) {
   return (number ^ (number >> 31)) | 1;
 }
 
+constexpr uint64_t factor_of_column(int64_t column) {
+  return odd_number(column);
+}
+
 uint64_t factor_of_block(int64_t block) {
   return block == 0 ? 1 : odd_number(kColumns + kRows + block);
 }
 
 uint64_t factor_of_row(int64_t row) {
   return factor_of_block(row / kRows) * odd_number(kColumns + row % kRows);
-}
-
-const std::array<uint64_t, kColumns>& factors_of_columns() {
-  static const auto made = [] {
-    std::array<uint64_t, kColumns> factors;
-    for (int64_t column = 0; column < kColumns; ++column) factors[column] = odd_number(column);
-    return factors;
-  }();
-  return made;
 }
 
 // Both halves of each column's factor, the lower one signed. CPUs have vector instructions for 32-bit products, and two of them
@@ -55,22 +50,19 @@ struct Halves {
   std::array<uint32_t, kColumns> high;
 };
 
-const Halves& halves_of_columns() {
-  static const auto made = [] {
-    Halves halves;
-    for (int64_t column = 0; column < kColumns; ++column) {
-      const auto factor = factors_of_columns()[column];
-      halves.low[column] = static_cast<int32_t>(factor);
-      halves.high[column] = static_cast<uint32_t>((factor - static_cast<uint64_t>(halves.low[column])) >> 32);
-    }
-    return halves;
-  }();
-  return made;
-}
+constexpr Halves kHalvesOfColumns = [] {
+  Halves halves{};
+  for (int64_t column = 0; column < kColumns; ++column) {
+    const auto factor = factor_of_column(column);
+    halves.low[column] = static_cast<int32_t>(factor);
+    halves.high[column] = static_cast<uint32_t>((factor - static_cast<uint64_t>(halves.low[column])) >> 32);
+  }
+  return halves;
+}();
 
 // Words are signed, as int32 is on devices.
 [[gnu::always_inline]] inline uint64_t sum_of_words(const uint8_t* data, int64_t count) {
-  const auto& [low, high] = halves_of_columns();
+  const auto& [low, high] = kHalvesOfColumns;
   uint64_t low_sum = 0;
   uint32_t high_sum = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -101,7 +93,7 @@ uint64_t sum_of_row(const uint8_t* data, int64_t bytes) {
   if (rest == 0) return sum;
   int32_t word = 0;
   std::memcpy(&word, data + whole * kWordBytes, rest);
-  return sum + factors_of_columns()[whole] * static_cast<uint64_t>(word);
+  return sum + factor_of_column(whole) * static_cast<uint64_t>(word);
 }
 
 uint64_t digest_on_cpu(const uint8_t* data, int64_t size) {
@@ -189,7 +181,8 @@ const at::Tensor& Digests::factors(c10::Device device) {
   const auto on_cpu = at::empty({kRows, kColumns}, at::kLong);
   auto* next = on_cpu.mutable_data_ptr<int64_t>();
   for (int64_t row = 0; row < kRows; ++row) {
-    for (const auto factor : factors_of_columns()) *next++ = static_cast<int64_t>(factor * factor_of_row(row));
+    const auto of_row = factor_of_row(row);
+    for (int64_t column = 0; column < kColumns; ++column) *next++ = static_cast<int64_t>(factor_of_column(column) * of_row);
   }
   made = on_cpu.view({-1}).to(device);
   return made;
