@@ -104,9 +104,7 @@ void bind_exchanges(py::module_& m) {
 
   m.def(
       "empty_in_huge_pages",
-      [](int64_t elements, const at::Tensor& like) {
-        return empty_in_huge_pages(elements, like.options().requires_grad(false));
-      },
+      [](int64_t elements, const at::Tensor& like) { return empty_in_huge_pages(elements, like.options()); },
       "One-dimensional, like a tensor; csrc/device/huge_pages.h.", py::arg("elements"), py::arg("like"), no_gil);
 
   py::class_<Gather, std::shared_ptr<Gather>>(m, "Gather", "Parameters go to all ranks; csrc/transport/gather.h.")
@@ -134,11 +132,9 @@ void bind_exchanges(py::module_& m) {
           "by_hook",
           [](py::object state, py::object hook, std::string name, c10::intrusive_ptr<c10d::ProcessGroup> group, Groups others) {
             auto call = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
-            auto way = std::make_unique<Way>();
-            way->all = group;
-            way->hook_groups = std::move(others);
-            way->hook = std::make_shared<Hook>(std::move(call), std::move(name), std::move(group), &look_at);
-            return destroyed_without_gil(std::move(way));
+            auto run = std::make_shared<Hook>(std::move(call), std::move(name), group, &look_at);
+            Way way{.all = std::move(group), .hook = std::move(run), .hook_groups = std::move(others)};
+            return destroyed_without_gil(std::make_unique<Way>(std::move(way)));
           },
           py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("process_group"), py::arg("others"))
       .def_readwrite("all", &Way::all)

@@ -4,7 +4,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "bucket/buckets.h"
