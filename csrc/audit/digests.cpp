@@ -6,6 +6,7 @@
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <array>
@@ -30,26 +31,16 @@ constexpr uint64_t odd_number(uint64_t number) {
   return (number ^ (number >> 31)) | 1;
 }
 
+constexpr uint64_t factor_of_column(int64_t column) {
+  return odd_number(column);
+}
+
 uint64_t factor_of_block(int64_t block) {
   return block == 0 ? 1 : odd_number(kColumns + kRows + block);
 }
 
 uint64_t factor_of_row(int64_t row) {
   return factor_of_block(row / kRows) * odd_number(kColumns + row % kRows);
-}
-
-const std::array<uint64_t, kColumns>& factors_of_columns() {
-  static const auto made = [] {
-    std::array<uint64_t, kColumns> factors;
-    for (int64_t column = 0; column < kColumns; ++column) factors[column] = odd_number(column);
-    return factors;
-  }();
-  return made;
-}
-
-// Makes the digest of a slice of zeros differ from that of a missing slice.
-uint64_t digest_of_length(const Slice& slice) {
-  return slice.tensor.defined() ? odd_number(slice.end - slice.begin) : 0;
 }
 
 // Both halves of each column's factor, the lower one signed. CPUs have vector instructions for 32-bit products, and two of them
@@ -59,22 +50,19 @@ struct Halves {
   std::array<uint32_t, kColumns> high;
 };
 
-const Halves& halves_of_columns() {
-  static const auto made = [] {
-    Halves halves;
-    for (int64_t column = 0; column < kColumns; ++column) {
-      const auto factor = factors_of_columns()[column];
-      halves.low[column] = static_cast<int32_t>(factor);
-      halves.high[column] = static_cast<uint32_t>((factor - static_cast<uint64_t>(halves.low[column])) >> 32);
-    }
-    return halves;
-  }();
-  return made;
-}
+constexpr Halves kHalvesOfColumns = [] {
+  Halves halves{};
+  for (int64_t column = 0; column < kColumns; ++column) {
+    const auto factor = factor_of_column(column);
+    halves.low[column] = static_cast<int32_t>(factor);
+    halves.high[column] = static_cast<uint32_t>((factor - static_cast<uint64_t>(halves.low[column])) >> 32);
+  }
+  return halves;
+}();
 
 // Words are signed, as int32 is on devices.
 [[gnu::always_inline]] inline uint64_t sum_of_words(const uint8_t* data, int64_t count) {
-  const auto& [low, high] = halves_of_columns();
+  const auto& [low, high] = kHalvesOfColumns;
   uint64_t low_sum = 0;
   uint32_t high_sum = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -105,7 +93,7 @@ uint64_t sum_of_row(const uint8_t* data, int64_t bytes) {
   if (rest == 0) return sum;
   int32_t word = 0;
   std::memcpy(&word, data + whole * kWordBytes, rest);
-  return sum + factors_of_columns()[whole] * static_cast<uint64_t>(word);
+  return sum + factor_of_column(whole) * static_cast<uint64_t>(word);
 }
 
 uint64_t digest_on_cpu(const uint8_t* data, int64_t size) {
@@ -193,7 +181,8 @@ const at::Tensor& Digests::factors(c10::Device device) {
   const auto on_cpu = at::empty({kRows, kColumns}, at::kLong);
   auto* next = on_cpu.mutable_data_ptr<int64_t>();
   for (int64_t row = 0; row < kRows; ++row) {
-    for (const auto factor : factors_of_columns()) *next++ = static_cast<int64_t>(factor * factor_of_row(row));
+    const auto of_row = factor_of_row(row);
+    for (int64_t column = 0; column < kColumns; ++column) *next++ = static_cast<int64_t>(factor_of_column(column) * of_row);
   }
   made = on_cpu.view({-1}).to(device);
   return made;
@@ -201,13 +190,13 @@ const at::Tensor& Digests::factors(c10::Device device) {
 
 at::Tensor Digests::of(const std::vector<Slice>& slices, c10::Device device) {
   const auto options = at::TensorOptions().dtype(at::kLong).pinned_memory(has_streams(device));
-  const auto on_host = at::empty({static_cast<int64_t>(slices.size())}, options);
+  const auto on_host = at::zeros({static_cast<int64_t>(slices.size())}, options);
   auto* const digests = reinterpret_cast<uint64_t*>(on_host.mutable_data_ptr<int64_t>());
   std::vector<at::Tensor> elsewhere(slices.size());
   for (size_t i = 0; i < slices.size(); ++i) {
-    digests[i] = digest_of_length(slices[i]);
-    if (!slices[i].tensor.defined()) continue;
-    const auto& tensor = slices[i].tensor;
+    const auto& [tensor, begin, end] = slices[i];
+    if (!tensor.defined()) continue;
+    digests[i] = odd_number(end - begin);  // so that a slice of zeros is not a missing one
     if (!tensor.is_cpu()) {
       elsewhere[i] = bytes_of(slices[i]);
       continue;
@@ -215,7 +204,7 @@ at::Tensor Digests::of(const std::vector<Slice>& slices, c10::Device device) {
     const auto size = static_cast<int64_t>(tensor.element_size());
     const auto in_order = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() ? tensor : dense(tensor);
     const auto* const data = static_cast<const uint8_t*>(in_order.const_data_ptr());
-    digests[i] += digest_on_cpu(data + slices[i].begin * size, (slices[i].end - slices[i].begin) * size);
+    digests[i] += digest_on_cpu(data + begin * size, (end - begin) * size);
   }
   const auto result = device.is_cpu() ? on_host : on_host.to(device, /*non_blocking=*/true);
   std::unordered_map<c10::Device, Batch> batches;

@@ -3,9 +3,9 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
-#include <optional>
 #include <utility>
 
 #include "autograd/grad_hooks.h"
@@ -18,14 +18,10 @@
 namespace fastddp {
 
 struct Backward::Outcome {
-  bool is_known() const {
-    const std::lock_guard lock(mutex);
-    return error.has_value();
-  }
-
-  mutable std::mutex mutex;
+  // The other fields are written before, and read only if this is true.
+  std::atomic<bool> is_over{false};
   bool raised = false;
-  std::optional<std::string> error;  // set when the backward is over; empty if it ended well
+  std::string error;
 };
 
 namespace {
@@ -44,9 +40,9 @@ Backward Backward::current() {
   const auto& task = current_task();
   const auto outcome = std::make_shared<Outcome>();
   task.future_result_->addCallback([outcome](at::ivalue::Future& future) {
-    const std::lock_guard lock(outcome->mutex);
     outcome->raised = future.hasError();
-    outcome->error = outcome->raised ? future.tryRetrieveErrorMessage() : "";
+    if (outcome->raised) outcome->error = future.tryRetrieveErrorMessage();
+    outcome->is_over = true;
   });
   Backward backward;
   backward.future_ = task.future_result_;
@@ -55,22 +51,18 @@ Backward Backward::current() {
 }
 
 bool Backward::runs() const {
-  if (!outcome_) return false;
-  const auto future = future_.lock();
-  return future ? !future->completed() : !outcome_->is_known();
+  if (const auto future = future_.lock()) return !future->completed();
+  return outcome_ && !outcome_->is_over;
 }
 
 bool Backward::raised() const {
-  if (!outcome_) return false;
   if (const auto future = future_.lock()) return future->hasError();
-  const std::lock_guard lock(outcome_->mutex);
-  return outcome_->raised;
+  return outcome_ && outcome_->is_over && outcome_->raised;
 }
 
 std::string Backward::error() const {
   if (const auto future = future_.lock()) return future->tryRetrieveErrorMessage();
-  const std::lock_guard lock(outcome_->mutex);
-  return outcome_->error.value_or("");
+  return outcome_ && outcome_->is_over ? outcome_->error : "";
 }
 
 void Backwards::watch(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_begin) {

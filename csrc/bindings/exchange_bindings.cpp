@@ -24,12 +24,6 @@ std::vector<LowRankMemory::Matrix> matrices(const Matrices& given) {
   return result;
 }
 
-std::vector<std::tuple<size_t, int64_t, int64_t>> as_tuples(const std::vector<Span>& spans) {
-  std::vector<std::tuple<size_t, int64_t, int64_t>> tuples;
-  for (const auto& span : spans) tuples.emplace_back(span.parameter, span.begin, span.end);
-  return tuples;
-}
-
 Looked look_at(PyObject* object) {
   const py::gil_scoped_acquire acquire;
   return {THPVariable_Check(object) ? THPVariable_Unpack(object) : at::Tensor(),
@@ -44,14 +38,7 @@ void bind_exchanges(py::module_& m) {
   py::class_<Block8Errors, std::shared_ptr<Block8Errors>>(m, "Block8Errors", "What block8 has left out; csrc/codec/codec.h.")
       .def(py::init<>())
       .def_property(
-          "of_parameters",
-          [](const Block8Errors& errors) {
-            std::vector<OptionalTensor> all;
-            for (const auto& error : errors.of_parameters) {
-              all.push_back(error.defined() ? OptionalTensor(error) : std::nullopt);
-            }
-            return all;
-          },
+          "of_parameters", [](const Block8Errors& errors) { return errors.of_parameters; },  // undefined: None
           [](Block8Errors& errors, const std::vector<OptionalTensor>& all) {
             errors.of_parameters.clear();
             errors.kept.clear();
@@ -59,15 +46,13 @@ void bind_exchanges(py::module_& m) {
           });
 
   py::class_<Codec, std::shared_ptr<Codec>>(m, "Codec", "What travels in place of gradients; csrc/codec/codec.h.")
-      .def_static(
-          "cast", [](std::optional<c10::ScalarType> wire) { return std::shared_ptr(make_cast(wire)); },
-          py::arg("wire") = py::none(), no_gil)
+      .def_static("cast", &make_cast, py::arg("wire") = py::none(), no_gil)
       .def_static(
           "block8",
           [](const std::string& number, int64_t block, std::shared_ptr<Block8Errors> errors, std::optional<uint64_t> seed,
              uint64_t first_window, uint64_t rank) {
             const Block8Options options{block8_of(number, block), seed, first_window, rank};
-            return std::shared_ptr(make_block8(options, std::move(errors)));
+            return make_block8(options, std::move(errors));
           },
           py::arg("number"), py::arg("block"), py::arg("errors"), py::kw_only(), py::arg("seed"), py::arg("first_window"),
           py::arg("rank"), no_gil)
@@ -76,14 +61,13 @@ void bind_exchanges(py::module_& m) {
           [](const Matrices& of_parameters, const Matrices& of_buckets, bool error_feedback, bool warm_start, double epsilon,
              uint64_t seed, uint64_t first_window, std::optional<c10::ScalarType> wire) {
             const LowRankOptions options{error_feedback, warm_start, !of_buckets.empty(), epsilon, seed, first_window, wire};
-            return std::shared_ptr(make_low_rank(options, {matrices(of_parameters), matrices(of_buckets)}));
+            return make_low_rank(options, {matrices(of_parameters), matrices(of_buckets)});
           },
           py::arg("of_parameters"), py::arg("of_buckets"), py::kw_only(), py::arg("error_feedback"), py::arg("warm_start"),
           py::arg("epsilon"), py::arg("seed"), py::arg("first_window"), py::arg("wire"), no_gil);
 
   py::class_<Lanes>(m, "Lanes", "Process groups of the same ranks; csrc/transport/lanes.h.")
-      .def(py::init<Groups>(), py::arg("groups"))
-      .def(py::init<Groups, Processes>(), py::arg("groups"), py::arg("processes"));
+      .def(py::init<Groups, Processes>(), py::arg("groups"), py::arg("processes") = Processes());
   py::implicitly_convertible<Groups, Lanes>();
   m.def("let_siblings_read", &let_siblings_read, "Of this process's parent; csrc/transport/outbox.h.");
   m.def("has_bytes", &has_bytes, "Whether a process has these bytes; csrc/transport/outbox.h.", py::arg("process"),
@@ -98,50 +82,38 @@ void bind_exchanges(py::module_& m) {
            }),
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"), py::arg("whole"),
            py::arg("for_optimizer") = false, no_gil)
-      .def_property_readonly("rank", &Sharding::rank)
-      .def_property_readonly("spans",
-                             [](const Sharding& shards) {
-                               std::vector<std::tuple<size_t, int64_t, int64_t>> all;
-                               for (size_t bucket = 0; bucket < shards.buckets(); ++bucket) {
-                                 std::ranges::copy(as_tuples(shards.spans(bucket)), std::back_inserter(all));
-                               }
-                               return all;
-                             })
       .def(
-          "spans_of", [](const Sharding& shards, size_t bucket) { return as_tuples(shards.spans(bucket)); }, py::arg("bucket"))
+          "spans",
+          [](const Sharding& sharding, size_t bucket) {
+            std::vector<std::tuple<size_t, int64_t, int64_t, int64_t>> spans;
+            for (const auto& span : sharding.spans(bucket)) {
+              spans.emplace_back(span.parameter, span.begin, span.end, span.offset);
+            }
+            return spans;
+          },
+          "This rank's: parameter, begin, end, place in the wire.", py::arg("bucket"))
       .def(
-          "offsets",
-          [](const Sharding& shards, size_t bucket) {
-            std::vector<int64_t> offsets;
-            for (const auto& span : shards.spans(bucket)) offsets.push_back(span.offset - shards.run(bucket).begin);
-            return offsets;
+          "run",
+          [](const Sharding& sharding, size_t bucket) {
+            const auto& [begin, end] = sharding.run(bucket);
+            return std::pair(begin, end);
           },
           py::arg("bucket"))
       .def("places", &Sharding::places, py::arg("bucket"))
-      .def("length", &Sharding::length, py::arg("bucket"))
-      .def(
-          "runs",
-          [](const Sharding& shards, size_t bucket) {
-            std::vector<std::pair<int64_t, int64_t>> runs;
-            for (const auto& [begin, end] : shards.runs(bucket)) runs.emplace_back(begin, end);
-            return runs;
-          },
-          py::arg("bucket"));
+      .def("length", &Sharding::length, py::arg("bucket"));
 
   m.def(
       "empty_in_huge_pages",
-      [](int64_t elements, const at::Tensor& like) {
-        return empty_in_huge_pages(elements, like.options().requires_grad(false));
-      },
+      [](int64_t elements, const at::Tensor& like) { return empty_in_huge_pages(elements, like.options()); },
       "One-dimensional, like a tensor; csrc/device/huge_pages.h.", py::arg("elements"), py::arg("like"), no_gil);
 
   py::class_<Gather, std::shared_ptr<Gather>>(m, "Gather", "Parameters go to all ranks; csrc/transport/gather.h.")
-      .def(py::init([](Lanes lanes, const std::shared_ptr<Sharding>& sharding, size_t buckets,
-                       std::shared_ptr<Interruption> interruption, size_t model) {
+      .def(py::init([](Lanes lanes, const std::shared_ptr<Sharding>& sharding, std::shared_ptr<Interruption> interruption,
+                       size_t model) {
              return destroyed_without_gil(std::make_unique<Gather>(std::move(lanes), sharding->device(), runs_of(sharding),
-                                                                   buckets, std::move(interruption), model));
+                                                                   sharding->buckets(), std::move(interruption), model));
            }),
-           py::arg("lanes"), py::arg("sharding"), py::arg("buckets"), py::arg("interruption"), py::arg("model") = 0, no_gil)
+           py::arg("lanes"), py::arg("sharding"), py::arg("interruption"), py::arg("model") = 0, no_gil)
       .def("is_on_its_way", &Gather::is_on_its_way, py::arg("bucket"));
 
   py::class_<Way, std::shared_ptr<Way>>(m, "Way", "How gradients travel; csrc/trip/way.h.")
@@ -160,28 +132,15 @@ void bind_exchanges(py::module_& m) {
           "by_hook",
           [](py::object state, py::object hook, std::string name, c10::intrusive_ptr<c10d::ProcessGroup> group, Groups others) {
             auto call = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
-            auto way = std::make_unique<Way>();
-            way->all = group;
-            way->hook_groups = std::move(others);
-            way->hook = std::make_shared<Hook>(std::move(call), std::move(name), std::move(group), &look_at);
-            return destroyed_without_gil(std::move(way));
+            auto run = std::make_shared<Hook>(std::move(call), std::move(name), group, &look_at);
+            Way way{.all = std::move(group), .hook = std::move(run), .hook_groups = std::move(others)};
+            return destroyed_without_gil(std::make_unique<Way>(std::move(way)));
           },
           py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("process_group"), py::arg("others"))
-      .def(
-          "in_two_levels",
-          [](Way& way, c10::intrusive_ptr<c10d::ProcessGroup> all, Lanes node, std::shared_ptr<Sharding> sharding) {
-            way.all = std::move(all);
-            way.node = std::move(node);
-            way.sharding = std::move(sharding);
-          },
-          "From now on between nodes.", py::arg("all"), py::arg("node"), py::arg("sharding"), no_gil)
-      .def(
-          "keep_runs",
-          [](Way& way, std::shared_ptr<Sharding> sharding) {
-            way.sharding = std::move(sharding);
-            way.keeps_runs = true;
-          },
-          "Each rank gets its own run alone.", py::arg("sharding"), no_gil);
+      .def_readwrite("all", &Way::all)
+      .def_readwrite("node", &Way::node)
+      .def_readwrite("sharding", &Way::sharding)
+      .def_readwrite("keeps_runs", &Way::keeps_runs);
 
   py::class_<RegisteredMemory, std::shared_ptr<RegisteredMemory>>(m, "RegisteredMemory",
                                                                   "Where wires come from; csrc/transport/registered_memory.h.")

@@ -1,4 +1,5 @@
 // Bindings only.
+#include <pybind11/functional.h>
 #include <torch/csrc/Exceptions.h>
 
 #include "bindings/bindings.h"
@@ -10,24 +11,10 @@ using namespace fastddp;
 
 namespace {
 
-// A reference that may be dropped without the GIL.
-std::shared_ptr<py::object> held(py::object object) {
-  return {new py::object(std::move(object)), [](py::object* reference) {
-            const py::gil_scoped_acquire acquire;
-            delete reference;
-          }};
-}
-
 // A context manager.
-class OpenRange {
- public:
-  explicit OpenRange(std::string name) : name_(std::move(name)) {}
-  void enter() { range_.emplace(name_); }
-  void exit(const py::args&) { range_.reset(); }
-
- private:
-  std::string name_;
-  std::optional<Range> range_;
+struct OpenRange {
+  std::string name;
+  std::optional<Range> range = {};
 };
 
 }  // namespace
@@ -38,8 +25,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<OpenRange>(m, "Range", "with Range(name): what profilers show; csrc/observe/ranges.h.")
       .def(py::init<std::string>(), py::arg("name"))
-      .def("__enter__", &OpenRange::enter)
-      .def("__exit__", &OpenRange::exit);
+      .def("__enter__", [](OpenRange& open) { open.range.emplace(open.name); })
+      .def("__exit__", [](OpenRange& open, const py::args&) { open.range.reset(); });
 
   m.def("is_capturing", &is_capturing, py::arg("device"), "csrc/device/cuda_driver.h", no_gil);
 
@@ -79,6 +66,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const auto def = [&](const char* name, const auto& call, const auto&... arguments) {
     reducer.def(name, call, arguments..., no_gil);
   };
+  const auto property = [&](const char* name, const auto& call) {
+    reducer.def_property_readonly(name, py::cpp_function(call, no_gil));
+  };
+  property("interruption", &Reducer::interruption);
+  property("progress", [](Reducer& reducer) { return reducer.timeline()->progress(); });
+  property("device_progress", [](Reducer& reducer) { return reducer.timeline()->device_progress(); });
+  property("state", [](Reducer& reducer) { return to_string(reducer.state()); });
   def("main_gradients", [](Reducer& reducer) { return reducer.buckets()->main_gradients(); });
   def("begin_module", [](Reducer& reducer) { reducer.timeline()->happened(What::module); });
   def("end_forward", [](Reducer& reducer) { reducer.timeline()->happened(What::after_forward); });
@@ -93,6 +87,30 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def("averaged", [](Reducer& reducer) { return reducer.averaged()->by_last_window(); });
   def("local_sums", [](Reducer& reducer) { return reducer.local_gradients()->read(); });
   def("synchronised_not_finite", [](Reducer& reducer) { return reducer.local_gradients()->synchronised(); });
+  def("own_gradients", [](Reducer& reducer) {
+    std::vector<at::Tensor> gradients;
+    const auto buckets = reducer.buckets();
+    for (size_t parameter = 0; parameter < buckets->parameters().size(); ++parameter) {
+      gradients.push_back(buckets->own_gradient(parameter));
+    }
+    return gradients;
+  });
+  def("take_not_finite", [](Reducer& reducer) {
+    const auto noticed = reducer.local_gradients()->take_not_finite();
+    return noticed ? std::optional(std::tuple(noticed->window, noticed->by_all, noticed->in_result)) : std::nullopt;
+  });
+  def(
+      "on_averaged",
+      [](Reducer& reducer, Averaged::Callback callback) {
+        // Shared, because to copy a function of Python takes the GIL.
+        const auto shared = std::make_shared<Averaged::Callback>(std::move(callback));
+        reducer.averaged()->call([shared](const std::vector<size_t>& parameters) { (*shared)(parameters); });
+      },
+      py::arg("callback"));
+  def(
+      "sample_every",
+      [](Reducer& reducer, size_t windows, size_t first) { reducer.timeline()->sampler().set_every(windows, first); },
+      py::arg("windows"), py::arg("first"));
   def("sampled", [](Reducer& reducer) { return reducer.timeline()->sampler().last(); });
   def(
       "set_weighting", [](Reducer& reducer, Weighting::Kind kind, double share) { reducer.set_weighting({kind, share}); },
@@ -120,86 +138,30 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("gradient_as_bucket_view"), py::arg("expect") = Expect::all, py::arg("sparse") = std::vector<size_t>(),
            py::arg("gradient_dtype") = std::nullopt, py::arg("in_main_grad") = false, py::arg("lazy_bucket_allocation") = false,
            no_gil)
-      .def("begin_forward",
-           torch::wrap_pybind_function_no_gil([](Reducer& reducer, bool grad_enabled) { reducer.begin_forward(grad_enabled); }),
-           py::arg("grad_enabled"))
-      .def("arm", &Reducer::arm, py::arg("outputs") = std::vector<at::Tensor>(), no_gil)
-      .def_property_readonly("interruption", py::cpp_function(&Reducer::interruption, no_gil))
-      .def("note_optimizer", &Reducer::note_optimizer, py::arg("begins"), no_gil)
-      .def("note_loss_scale", &Reducer::note_loss_scale, py::arg("scale"), no_gil)
-      .def("send_parameters", &Reducer::send_parameters, py::arg("gather"), py::arg("bucket"), py::arg("memory"), no_gil)
-      .def("await_parameters", &Reducer::await_parameters, py::arg("gather"), py::arg("bucket"), no_gil)
-      .def(
-          "discard_step",
-          [](Reducer& reducer, const std::optional<at::Tensor>& only_if) {
-            reducer.discard_step(only_if.value_or(at::Tensor()));
-          },
-          py::arg("only_if") = py::none(), no_gil)
-      .def("give_up", &Reducer::give_up, no_gil)
-      .def("repair_if_failed", &Reducer::repair_if_failed, no_gil)
-      .def("shadow_window", &Reducer::shadow_window, no_gil)
-      .def(
-          "on_averaged",
-          [](Reducer& reducer, py::object callback) {
-            auto call = [callback = held(std::move(callback))](const std::vector<size_t>& parameters) {
-              const py::gil_scoped_acquire acquire;
-              (*callback)(parameters);
-            };
-            const py::gil_scoped_release release;
-            reducer.averaged()->call(std::move(call));
-          },
-          py::arg("callback"))
-      .def(
-          "ask_layers",
-          [](Reducer& reducer, py::object callback) {
-            reducer.ask_layers([callback = held(std::move(callback))](size_t parameter) {
-              const py::gil_scoped_acquire acquire;
-              return (*callback)(parameter).cast<bool>();
-            });
-          },
-          py::arg("callback"))
-      .def_property_readonly("progress",
-                             py::cpp_function([](Reducer& reducer) { return reducer.timeline()->progress(); }, no_gil))
-      .def_property_readonly("device_progress",
-                             py::cpp_function([](Reducer& reducer) { return reducer.timeline()->device_progress(); }, no_gil))
-      .def("set_expect", &Reducer::set_expect, py::arg("expect"), no_gil)
-      .def("set_model_number", &Reducer::set_model_number, py::arg("number"), no_gil)
-      .def("fix_usage", &Reducer::fix_usage, no_gil)
-      .def("set_plan", &Reducer::set_plan, py::arg("plan"), no_gil)
-      .def("parameters_without_hook", &Reducer::parameters_without_hook, no_gil)
-      .def("remove_hooks", &Reducer::remove_hooks, no_gil)
-      .def("windows", &Reducer::windows, no_gil)
-      .def("measure", &Reducer::measure, no_gil)
-      .def(
-          "take_not_finite",
-          [](Reducer& reducer) -> std::optional<std::tuple<size_t, bool, bool>> {
-            const auto noticed = reducer.local_gradients()->take_not_finite();
-            if (!noticed) return std::nullopt;
-            return std::tuple(noticed->window, noticed->by_all, noticed->in_result);
-          },
-          no_gil)
-      .def(
-          "sample_every",
-          [](Reducer& reducer, size_t windows, size_t first) { reducer.timeline()->sampler().set_every(windows, first); },
-          py::arg("windows"), py::arg("first"), no_gil)
-      .def(
-          "own_gradients",
-          [](Reducer& reducer) {
-            std::vector<std::optional<at::Tensor>> gradients;
-            const auto buckets = reducer.buckets();
-            for (size_t parameter = 0; parameter < buckets->parameters().size(); ++parameter) {
-              const auto gradient = buckets->own_gradient(parameter);
-              gradients.push_back(gradient.defined() ? std::optional(gradient) : std::nullopt);
-            }
-            return gradients;
-          },
-          no_gil)
-      .def("become_sharded", &Reducer::become_sharded, py::arg("sharding"), py::arg("holders"), py::arg("notices"), no_gil)
-      .def("set_way", &Reducer::set_way, py::arg("way"), no_gil)
-      .def("use_memory", &Reducer::use_memory, py::arg("memory"), no_gil)
-      .def("failure", &Reducer::failure, no_gil)
-      .def_property_readonly("state", [](Reducer& reducer) {
-        const py::gil_scoped_release release;
-        return to_string(reducer.state());
-      });
+      .def("begin_forward", torch::wrap_pybind_function_no_gil(&Reducer::begin_forward), py::arg("grad_enabled"));
+  def("arm", &Reducer::arm, py::arg("outputs") = std::vector<at::Tensor>());
+  def("note_optimizer", &Reducer::note_optimizer, py::arg("begins"));
+  def("note_loss_scale", &Reducer::note_loss_scale, py::arg("scale"));
+  def("send_parameters", &Reducer::send_parameters, py::arg("gather"), py::arg("bucket"), py::arg("memory"));
+  def("await_parameters", &Reducer::await_parameters, py::arg("gather"), py::arg("bucket"));
+  def(
+      "discard_step",
+      [](Reducer& reducer, const std::optional<at::Tensor>& only_if) { reducer.discard_step(only_if.value_or(at::Tensor())); },
+      py::arg("only_if") = py::none());
+  def("give_up", &Reducer::give_up);
+  def("repair_if_failed", &Reducer::repair_if_failed);
+  def("shadow_window", &Reducer::shadow_window);
+  def("ask_layers", &Reducer::ask_layers, py::arg("callback"));
+  def("set_expect", &Reducer::set_expect, py::arg("expect"));
+  def("set_model_number", &Reducer::set_model_number, py::arg("number"));
+  def("fix_usage", &Reducer::fix_usage);
+  def("set_plan", &Reducer::set_plan, py::arg("plan"));
+  def("parameters_without_hook", &Reducer::parameters_without_hook);
+  def("remove_hooks", &Reducer::remove_hooks);
+  def("windows", &Reducer::windows);
+  def("measure", &Reducer::measure);
+  def("become_sharded", &Reducer::become_sharded, py::arg("sharding"), py::arg("holders"), py::arg("notices"));
+  def("set_way", &Reducer::set_way, py::arg("way"));
+  def("use_memory", &Reducer::use_memory, py::arg("memory"));
+  def("failure", &Reducer::failure);
 }

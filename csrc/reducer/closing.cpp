@@ -19,31 +19,28 @@ void Closing::reset() {
   done_ = Done::nothing;
   late_started_ = 0;
   status_.reset();
-  status_is_read_ = false;
+  heard_.reset();
 }
 
 // ------------------------------------------------------------------------------------------------------------- status
 
 static_assert(kStatusRoom == WindowStatus::kNumbers);
 
-WindowStatus::Said Closing::said(const Driver& driver) const {
-  WindowStatus::Said said;
+WindowStatus::Said Closing::said() const {
+  auto said = said_;
   said.rank = group_.getRank();
-  said.failed = saying_.failed;
   said.model = model_;
-  said.window = saying_.window;
   said.forwards = window_.forwards();
-  said.lost_a_backward = saying_.lost_a_backward;
-  said.scale = said.forwards > 0 ? saying_.scale : 0;
+  if (said.forwards == 0) said.scale = 0;
   if (window_.ends_with_backward()) {
-    said.used = saying_.failed ? std::vector<Used>(buckets_.parameters().size(), Used::no) : used_here();
+    said.used = said.failed ? std::vector<Used>(buckets_.parameters().size(), Used::no) : used_here();
   }
-  if (saying_.local != nullptr) {
-    said.not_finite = saying_.local->may_spoil_a_sum(group_.getSize());
+  if (local_ != nullptr) {
+    said.not_finite = local_->may_spoil_a_sum(group_.getSize());
     // Kernels on the streams of gradients write the rows that are counted here.
     // Orders no gradients.
     for (const auto& bucket : buckets_.all()) bucket.window.producers.current_stream_waits(bucket.device());
-    said.not_finite_count = saying_.local->not_finite_count();
+    said.not_finite_count = local_->not_finite_count();
   }
   return said;
 }
@@ -51,17 +48,17 @@ WindowStatus::Said Closing::said(const Driver& driver) const {
 void Closing::send_status(const Driver& driver) {
   if (!exchanges_status(driver) || status_.is_sent()) return;
   // Orders no gradients.
-  if (saying_.local != nullptr) buckets_.side_streams().wait_for_current_streams();
+  if (local_ != nullptr) buckets_.side_streams().wait_for_current_streams();
   // Orders no gradients.
   const auto on_side_streams = buckets_.side_streams().make_current();
-  status_.send(*status_group(driver), buckets_.device(), said(driver));
+  status_.send(*status_group(driver), buckets_.device(), said());
 }
 
 void Closing::host_waits_for_status(Driver& driver) {
   // Orders no gradients.
   const auto on_side_streams = buckets_.side_streams().make_current();
   take_status_that_rode(driver);
-  status_.wait();
+  heard_ = status_.wait();
 }
 
 bool Closing::receive_status(Driver& driver) {
@@ -76,10 +73,9 @@ bool Closing::receive_status(Driver& driver) {
     status_.arrive_later(window_.ended());
   } else {
     host_waits_for_status(driver);
-    status_is_read_ = true;
     done_ = Done::status;  // even if a rank failed: to wait again may take one more collective
-    if (const auto failed = status_.failed()) return failure_.happened_elsewhere(*failed, window_.ended()), false;
-    if (has_used) window_.learn(status_.used());
+    if (heard_->failed) return failure_.happened_elsewhere(*heard_->failed, window_.ended()), false;
+    if (has_used) window_.learn(heard_->used);
   }
   done_ = Done::status;
   return true;
@@ -190,20 +186,20 @@ bool Closing::abandon(Driver& driver) {
   if (!exchanges_status(driver)) return false;
   send_status(driver);
   if (done_ == Done::nothing) host_waits_for_status(driver);
-  if (status_.failed()) return false;
+  if (heard_ && heard_->failed) return false;
   // All ranks have said that their window is well (this one before it failed), so the others go on.
-  if (window_.ends_with_backward() && done_ == Done::nothing) window_.learn_from_others(status_.used());
+  if (window_.ends_with_backward() && done_ == Done::nothing) window_.learn_from_others(heard_->used);
   if (done_ != Done::sparse_gradients) {
     std::vector<at::Tensor> nothing(buckets_.sparse().size());
-    sum_over_ranks(driver, nothing, saying_.failed);
+    sum_over_ranks(driver, nothing, said_.failed);
   }
   auto late = late_buckets();
   while (late_started_ < late.size()) {
     auto& next = late[late_started_];
-    next.wire.tensor().fill_(saying_.failed ? std::numeric_limits<double>::quiet_NaN() : 0.0);
+    next.wire.tensor().fill_(said_.failed ? std::numeric_limits<double>::quiet_NaN() : 0.0);
     average_late(next, driver);
   }
-  if (!saying_.failed) discard_unused(driver);
+  if (!said_.failed) discard_unused(driver);
   return true;
 }
 

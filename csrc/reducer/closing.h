@@ -4,7 +4,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "bucket/buckets.h"
@@ -48,17 +47,13 @@ class Closing {
   bool status_rides(const Driver& driver) const {
     return driver.status_tick() && exchanges_status(driver) && !window_.ends_with_backward();
   }
-  // What this rank says in its status: note [Status of a window], window/status.h.
-  struct Saying {
-    size_t window;  // its number
-    bool failed = false;
-    bool lost_a_backward;                   // it may have
-    const LocalGradients* local = nullptr;  // null unless gradients are measured
-    float scale = 0;                        // as WindowStatus::Said::scale
-  };
-  void say(const Saying& saying) { saying_ = saying; }
+  // What this rank says in its status, as far as this object cannot know it. `local`: null unless gradients are measured.
+  void say(const WindowStatus::Said& said, const LocalGradients* local = nullptr) {
+    said_ = said;
+    local_ = local;
+  }
   void write_status(const Driver& driver, const at::Tensor& room) {
-    status_rides(driver) ? status_.write(*driver.way()->all, room, said(driver)) : void(room.zero_());
+    status_rides(driver) ? status_.write(*driver.way()->all, room, said()) : void(room.zero_());
   }
   // Unless it rides.
   void send_status(const Driver& driver);
@@ -76,9 +71,7 @@ class Closing {
   std::optional<size_t> take_late_not_finite() { return status_.take_late_not_finite(); }
   // Whether a rank has said in its status that its gradients are not finite. None: the host does not know it yet, or no status
   // was exchanged.
-  std::optional<bool> some_are_not_finite() const {
-    return status_is_read_ ? std::optional(status_.not_finite()) : std::nullopt;
-  }
+  std::optional<bool> some_are_not_finite() const { return heard_ ? std::optional(heard_->not_finite) : std::nullopt; }
   void exchange_sparse_gradients(const Driver& driver);
   void exchange_late_gradients(Driver& driver);
 
@@ -98,7 +91,7 @@ class Closing {
     const auto* const group = status_group(driver);
     return group != nullptr && group->getSize() > 1 && !is_capturing(buckets_.device());
   }
-  WindowStatus::Said said(const Driver& driver) const;
+  WindowStatus::Said said() const;
   void host_waits_for_status(Driver& driver);
   void take_status_that_rode(Driver& driver) {
     if (!status_rides(driver)) return;
@@ -127,9 +120,10 @@ class Closing {
   // The last step that this window has done.
   enum class Done { nothing, status, sparse_gradients } done_ = Done::nothing;
   size_t late_started_ = 0;
-  Saying saying_;
+  WindowStatus::Said said_;
+  const LocalGradients* local_ = nullptr;
   WindowStatus status_;
-  bool status_is_read_ = false;
+  std::optional<WindowStatus::Heard> heard_;  // none: the host has not waited for this window's status
 };
 
 }  // namespace fastddp

@@ -35,6 +35,12 @@ at::Tensor measure_flat(const at::Tensor& values) {
   return add_up(make_kernels(real.device())->measure(real.contiguous().view(-1)));
 }
 
+// What measure_flat() has returned, on the CPU.
+Measured read_pair(const at::Tensor& pair) {
+  const auto* const numbers = pair.const_data_ptr<double>();
+  return {numbers[0], static_cast<int64_t>(numbers[1])};
+}
+
 }  // namespace
 
 void LocalGradients::watch(bool watching) {
@@ -53,17 +59,13 @@ void LocalGradients::notice_now(const Noticed& noticed) {
     const auto gradient = buckets_.own_gradient(parameter);
     if (!gradient.defined() || gradient.numel() == 0) continue;
     const auto pair = measure_flat(gradient.is_sparse() ? gradient.coalesce().values() : gradient);
-    counts.mutable_data_ptr<int64_t>()[parameter] = static_cast<int64_t>(pair[1].item<double>());
+    counts.mutable_data_ptr<int64_t>()[parameter] = read_pair(pair.cpu()).not_finite;
   }
   synchronised_ = counts;
 }
 
 void LocalGradients::measure(size_t parameter, const at::Tensor& gradient) {
-  if (!gradient.defined() || gradient.numel() == 0) return;
-  const auto pair = measure_flat(gradient);
-  if (!gradient.is_cpu()) return on_device_.emplace_back(parameter, pair), void();
-  const auto* numbers = pair.const_data_ptr<double>();
-  on_host_.push_back({parameter, {numbers[0], static_cast<int64_t>(numbers[1])}});
+  if (gradient.defined() && gradient.numel() > 0) beside_.emplace_back(parameter, measure_flat(gradient));
 }
 
 void LocalGradients::measure_beside_buckets() {
@@ -95,7 +97,10 @@ bool LocalGradients::may_spoil_a_sum(int ranks) const {
       if (may(sums[member], bucket.layout.parameter(member))) return true;
     }
   }
-  return std::ranges::any_of(on_host_, [&](const auto& one) { return may(one.second, one.first); });
+  return std::ranges::any_of(beside_, [&](const auto& one) {
+    const auto& [parameter, pair] = one;
+    return pair.is_cpu() && may(read_pair(pair), parameter);
+  });
 }
 
 // On the CPU we see while writing a result whether it is finite. We do not ask other ranks about it, though most results are the
@@ -122,7 +127,9 @@ at::Tensor LocalGradients::not_finite_count() const {
     const auto count = rows->not_finite();
     if (count.defined()) counts.push_back(count.to(device));
   }
-  for (const auto& [parameter, pair] : on_device_) counts.push_back(pair.select(0, 1).to(device));
+  for (const auto& [parameter, pair] : beside_) {
+    if (!pair.is_cpu()) counts.push_back(pair.select(0, 1).to(device));
+  }
   if (counts.size() == 1) return counts.front();
   return counts.empty() ? at::Tensor() : at::stack(counts).sum();
 }
@@ -139,11 +146,7 @@ at::Tensor LocalGradients::read() const {
     const auto sums = bucket.local_sums->read(rows_on_host[bucket.device()]);
     for (size_t member = 0; member < sums.size(); ++member) all[bucket.layout.parameter(member)] += sums[member];
   }
-  for (const auto& [parameter, measured] : on_host_) all[parameter] += measured;
-  for (const auto& [parameter, pair] : on_device_) {
-    const auto on_host = pair.cpu();
-    all[parameter] += {on_host[0].item<double>(), static_cast<int64_t>(on_host[1].item<double>())};
-  }
+  for (const auto& [parameter, pair] : beside_) all[parameter] += read_pair(pair.cpu());
   const auto table = at::empty({static_cast<int64_t>(all.size()), 2}, at::kDouble);
   auto* next = table.mutable_data_ptr<double>();
   for (const auto& [sum_of_squares, not_finite] : all) {

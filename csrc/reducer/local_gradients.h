@@ -37,8 +37,7 @@ class LocalGradients {
 
   // Begins a window.
   void reset() {
-    on_host_.clear();
-    on_device_.clear();
+    beside_.clear();
     synchronised_.reset();
   }
   // After backward: measures sparse gradients, and those that their bucket did not wait for.
@@ -83,8 +82,7 @@ class LocalGradients {
   Buckets& buckets_;
   const Window& window_;
   float loss_scale_ = 1.0;
-  std::vector<std::pair<size_t, Measured>> on_host_;  // first: the parameter
-  std::vector<std::pair<size_t, at::Tensor>> on_device_;
+  std::vector<std::pair<size_t, at::Tensor>> beside_;  // by parameter: the sum of squares, the number that are not finite
   std::optional<Noticed> noticed_;
   std::optional<at::Tensor> synchronised_;
 };

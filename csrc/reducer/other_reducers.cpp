@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <mutex>
-#include <unordered_map>
 
 #include "reducer/reducer.h"
 
@@ -21,57 +20,48 @@ size_t reducers_with_hooks(const at::Tensor& parameter) {
   });
 }
 
-struct Holders {
+struct Registered {
   std::mutex mutex;
-  std::unordered_map<const at::TensorImpl*, std::vector<const Reducer*>> of;
-  std::vector<const Reducer*> reducers;
+  std::vector<const OtherReducers*> all;
 };
 
-Holders& holders() {
-  static auto* const all = new Holders();  // Note [Never destroyed], cuda_driver.cpp
-  return *all;
+Registered& registered() {
+  static auto* const made = new Registered();  // Note [Never destroyed], cuda_driver.cpp
+  return *made;
 }
 
 }  // namespace
 
 OtherReducers::OtherReducers(const Reducer& own, const std::vector<at::Tensor>& parameters)
     : own_(own), parameters_(parameters) {
-  auto& all = holders();
-  const std::lock_guard lock(all.mutex);
-  for (const auto& parameter : parameters_) {
-    all.of[parameter.unsafeGetTensorImpl()].push_back(&own_);
-  }
-  all.reducers.push_back(&own_);
+  for (const auto& parameter : parameters) held_.insert(parameter.unsafeGetTensorImpl());
+  const std::lock_guard lock(registered().mutex);
+  registered().all.push_back(this);
 }
 
 OtherReducers::~OtherReducers() {
-  auto& all = holders();
-  const std::lock_guard lock(all.mutex);
-  all.reducers.erase(std::ranges::find(all.reducers, &own_));
-  for (const auto& parameter : parameters_) {
-    const auto found = all.of.find(parameter.unsafeGetTensorImpl());
-    auto& holding = found->second;
-    holding.erase(std::ranges::find(holding, &own_));
-    if (holding.empty()) all.of.erase(found);
-  }
+  const std::lock_guard lock(registered().mutex);
+  std::erase(registered().all, this);
 }
 
 bool OtherReducers::read_gradients() const {
-  auto& all = holders();
-  const std::lock_guard lock(all.mutex);
+  const std::lock_guard lock(registered().mutex);
   return std::ranges::any_of(parameters_, [&](const auto& parameter) {
-    const auto& reducers = all.of[parameter.unsafeGetTensorImpl()];
-    const bool is_read_by_strangers = reducers_with_hooks(parameter) > reducers.size();
-    return is_read_by_strangers ||
-           std::ranges::any_of(reducers, [&](const Reducer* other) { return other != &own_ && other->reacts(); });
+    size_t holders = 0;
+    bool is_read = false;
+    for (const auto* one : registered().all) {
+      if (!one->held_.contains(parameter.unsafeGetTensorImpl())) continue;
+      ++holders;
+      is_read |= one != this && one->own_.reacts();
+    }
+    return is_read || reducers_with_hooks(parameter) > holders;  // more: some are not fastddp's
   });
 }
 
 bool OtherReducers::share_group() const {
-  auto& all = holders();
-  const std::lock_guard lock(all.mutex);
-  return std::ranges::any_of(all.reducers, [&](const Reducer* other) {
-    return other != &own_ && &other->process_group() == &own_.process_group() && other->reacts();
+  const std::lock_guard lock(registered().mutex);
+  return std::ranges::any_of(registered().all, [&](const auto* other) {
+    return other != this && &other->own_.process_group() == &own_.process_group() && other->own_.reacts();
   });
 }
 

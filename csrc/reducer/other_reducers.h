@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <unordered_set>
 #include <vector>
 
 namespace fastddp {
@@ -34,6 +35,7 @@ class OtherReducers {
  private:
   const Reducer& own_;
   const std::vector<at::Tensor>& parameters_;
+  std::unordered_set<const at::TensorImpl*> held_;  // the parameters
 };
 
 }  // namespace fastddp

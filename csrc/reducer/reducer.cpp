@@ -302,10 +302,8 @@ void Reducer::on_backward_end() {
 void Reducer::finish_window() {
   closing_.check_sparse_gradients();
   local_.measure_beside_buckets();
-  closing_.say({.window = window_.ended(),
-                .lost_a_backward = backwards_.lost_one(),
-                .local = local_.are_watched() ? &local_ : nullptr,
-                .scale = local_.loss_scale()});
+  closing_.say({.window = window_.ended(), .lost_a_backward = backwards_.lost_one(), .scale = local_.loss_scale()},
+               local_.are_watched() ? &local_ : nullptr);
   const Timeline::Wait waits(timeline_, What::tick, driver_.next());
   while (driver_.has_ticks_left()) driver_.tick();
   // A user's hook may start collectives in callbacks, at moments that differ between ranks. Nothing else may start in between.

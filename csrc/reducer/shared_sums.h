@@ -23,7 +23,8 @@ namespace fastddp {
 // Means need none of this (the mean of equal numbers is that number), nor do shares, which add up to 1.
 class SharedSums {
  public:
-  SharedSums(const Buckets& buckets, const Window& window) : buckets_(buckets), window_(window) {}
+  SharedSums(const Buckets& buckets, const Window& window)
+      : buckets_(buckets), window_(window), counts_elsewhere_(buckets.parameters().size()) {}
 
   // Whether zero() may have something to do. Any thread may call it without a lock.
   bool are_there() const { return any_; }
@@ -31,15 +32,14 @@ class SharedSums {
   // The window has ended well. `rank`: this rank's number in the exchange's group.
   void note(const Weighting& weighting, int rank) {
     if (weighting.kind != Weighting::Kind::sum || rank == 0) return;
-    counts_elsewhere_.resize(buckets_.parameters().size(), false);
     for (size_t parameter = 0; parameter < counts_elsewhere_.size(); ++parameter) {
-      if (window_.expects_all() || window_.used(parameter) != Used::no) counts_elsewhere_[parameter] = true;
+      if (window_.used(parameter) != Used::no) counts_elsewhere_[parameter] = true;
     }
     any_ = true;
   }
 
   // Whether another rank holds the same sum as this gradient, and counts it.
-  bool counts_elsewhere(size_t parameter) const { return parameter < counts_elsewhere_.size() && counts_elsewhere_[parameter]; }
+  bool counts_elsewhere(size_t parameter) const { return counts_elsewhere_[parameter]; }
 
   // Before something is added to the gradient. `by_layer`: it has been, if at all, and cannot be told from the sum.
   void zero(size_t parameter, bool by_layer) {

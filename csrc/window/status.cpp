@@ -151,18 +151,17 @@ void WindowStatus::send(c10d::ProcessGroup& group, c10::Device device, const Sai
   work_ = group.allreduce(tensors);
 }
 
-void WindowStatus::wait() {
+WindowStatus::Heard WindowStatus::wait() {
   if (work_) Interruption::wait(*work_);
   const auto counts = counts_of(sums_.to(at::kCPU, at::kFloat), factor_);
   const auto header = header_in(counts);
-  failed_ = trouble(header);
-  if (header.is_mixed() && !has_streams(sums_.device())) *failed_ += who_is_where();
-  not_finite_ = header.not_finite.is_set();
-  used_.clear();
+  Heard heard{.failed = trouble(header), .not_finite = header.not_finite.is_set()};
+  if (header.is_mixed() && !has_streams(sums_.device())) *heard.failed += who_is_where();
   for (auto i = static_cast<size_t>(kHeader); i < counts.size(); i += 2) {
     const auto yes_or_no = counts[i] > 0 ? Used::yes : Used::no;
-    used_.push_back(counts[i + 1] > 0 ? Used::late : yes_or_no);
+    heard.used.push_back(counts[i + 1] > 0 ? Used::late : yes_or_no);
   }
+  return heard;
 }
 
 // A collective: all ranks have seen that they are not in the same place.
@@ -216,9 +215,6 @@ void WindowStatus::reset() {
   group_ = nullptr;
   work_.reset();
   sums_.reset();
-  failed_.reset();
-  not_finite_ = false;
-  used_.clear();
 }
 
 }  // namespace fastddp

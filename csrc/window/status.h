@@ -45,13 +45,13 @@ class WindowStatus {
  public:
   // What a rank says.
   struct Said {
-    int rank = 0;  // in the model's group
+    size_t window = 0;  // of the model
     bool failed = false;
-    size_t model = 0;              // 0: ranks do not agree on a number
-    size_t window = 0;             // of the model
-    size_t forwards = 0;           // of the window; 0: this rank has no part in it
     bool lost_a_backward = false;  // it may have
     float scale = 0;               // of this rank's losses, by a GradScaler; 0: not known
+    int rank = 0;                  // in the model's group
+    size_t model = 0;              // 0: ranks do not agree on a number
+    size_t forwards = 0;           // of the window; 0: this rank has no part in it
     bool not_finite = false;       // gradients of this rank are not, or their sum over ranks may not be
     at::Tensor not_finite_count;   // replaces the field above where the device knows: greater than 0 if some are not
     std::vector<Used> used;        // empty where it is known beforehand
@@ -68,17 +68,16 @@ class WindowStatus {
   }
   bool is_sent() const { return group_ != nullptr; }
 
+  // What all ranks have said.
+  struct Heard {
+    std::optional<std::string> failed;  // what, and on which rank, in words; none: the window is well
+    bool not_finite = false;            // gradients of a rank are
+    std::vector<Used> used;             // by parameter, how any rank used it
+  };
   // The host waits.
-  void wait();
+  Heard wait();
   // The status arrives while the host goes on; the current stream waits. `window`: its number.
   void arrive_later(size_t window);
-
-  // After wait(): what failed, and on which rank, in words; none: the window is well.
-  const std::optional<std::string>& failed() const { return failed_; }
-  // After wait(): whether gradients of a rank are not finite.
-  bool not_finite() const { return not_finite_; }
-  // After wait(), by parameter: how any rank used it.
-  const std::vector<Used>& used() const { return used_; }
 
   // The first window in which a rank failed, among those whose status has arrived after arrive_later(). Returned once.
   struct Failure {
@@ -112,9 +111,6 @@ class WindowStatus {
   at::Tensor sums_;
   double factor_ = 1.0;
   c10::intrusive_ptr<c10d::Work> work_;
-  std::optional<std::string> failed_;
-  bool not_finite_ = false;
-  std::vector<Used> used_;
   std::deque<Arriving> arriving_;
   std::optional<size_t> late_not_finite_;
 };

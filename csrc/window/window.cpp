@@ -37,10 +37,6 @@ const char* to_string(WindowState state) {
   return kStates[static_cast<size_t>(state)];
 }
 
-const char* to_string(WindowEvent event) {
-  return kEvents[static_cast<size_t>(event)];
-}
-
 Window::Window(size_t parameters, Expect expect) : parameters_(parameters) {
   set_expect(expect);
 }
@@ -54,7 +50,7 @@ bool Window::apply(WindowEvent event) {
   const auto to = after(from, event);
   if (!to) {
     throw std::logic_error(std::string("fastddp: in a window that is ") + to_string(from) + " there is no event '" +
-                           to_string(event) + "'");
+                           kEvents[static_cast<size_t>(event)] + "'");
   }
   const bool fails = event == WindowEvent::fail;
   if (fails) owes_ = is_open();
@@ -117,9 +113,11 @@ void Window::learn_from_others(const std::vector<Used>& used) {
   if (expect_ == Expect::as_first) knows_first_ = true;
 }
 
-// If the number of hooks changes from window to window, we wait for the greatest: a gradient that we took for final too
-// early may have moved into a wire.
-void Window::expect_as_last() {
+void Window::learn(const std::vector<Used>& used) {
+  learn_from_others(used);
+  if (expect_ != Expect::as_last) return;
+  // If the number of hooks changes from window to window, we wait for the greatest: a gradient that we took for final too
+  // early may have moved into a wire.
   for (auto& parameter : parameters_) {
     parameter.learned = std::max(parameter.learned, parameter.hooks);
     parameter.expected = parameter.hooks > 0 ? parameter.learned : 0;

@@ -36,7 +36,6 @@ enum class WindowEvent {
 };
 
 const char* to_string(WindowState state);
-const char* to_string(WindowEvent event);
 
 // Note [Expected gradients]
 // A bucket starts to travel when every gradient that it waits for is final. A parameter's gradient is final when its hook
@@ -170,10 +169,7 @@ class Window {
   // ---- What was used.
 
   // The window has ended, on this rank without a failure. Its gradients are those expected from now on. `used`: by any rank.
-  void learn(std::vector<Used> used) {
-    learn_from_others(used);
-    if (expect_ == Expect::as_last) expect_as_last();
-  }
+  void learn(const std::vector<Used>& used);
   // The same for a window in which this rank had no part: only `used` is learned.
   void learn_from_others(const std::vector<Used>& used);
 
@@ -209,7 +205,6 @@ class Window {
   };
   void forget_what_came();
   void count_missing();
-  void expect_as_last();
 
   std::atomic<WindowState> state_{WindowState::idle};
   bool owes_ = false;

@@ -33,7 +33,7 @@ def way_of(exchange: Exchange, setting: Setting) -> _C.Way:
     else:
         way = _in_two_levels(exchange, setting, setting.hierarchy)
     if setting.sharding is not None:
-        way.keep_runs(setting.sharding)
+        way.sharding, way.keeps_runs = setting.sharding, True
     return way
 
 
@@ -84,8 +84,8 @@ def _in_two_levels(exchange: Exchange, setting: Setting, hierarchy: Hierarchy) -
     setting.load_kernels()
     shards = setting.sharding or _shards(setting, hierarchy, exchange.takes_whole_parameters)
     way = exchange.make(_between_nodes(setting, hierarchy, shards))
-    node = _C.Lanes([hierarchy.node], processes_of(hierarchy.node, setting.device))
-    way.in_two_levels(setting.process_group, node, shards)
+    way.all, way.node = setting.process_group, _C.Lanes([hierarchy.node], processes_of(hierarchy.node, setting.device))
+    way.sharding = shards
     return way
 
 
@@ -98,6 +98,7 @@ def _shards(setting: Setting, hierarchy: Hierarchy, whole: bool) -> _C.Sharding:
 
 def _between_nodes(setting: Setting, hierarchy: Hierarchy, shards: _C.Sharding) -> Setting:
     """What a node does itself is left out: there gradients are divided, and measured before they are added up."""
+    spans = [span for bucket in range(len(setting.plan)) for span in shards.spans(bucket)]
     return Setting(
         setting.process_group,
         setting.names,
@@ -107,7 +108,7 @@ def _between_nodes(setting: Setting, hierarchy: Hierarchy, shards: _C.Sharding) 
         setting.reads_pay,
         setting.lanes_were_measured,
         between_nodes=hierarchy.between,
-        spans={parameter: (begin, end) for parameter, begin, end in shards.spans if begin < end},
+        spans={parameter: (begin, end) for parameter, begin, end, _ in spans if begin < end},
         place=f" of rank {hierarchy.node.rank()} of a node",
     )
 

@@ -85,7 +85,7 @@ class Shards:
         weakref.finalize(self, _forget, self._parameters, self.notices).atexit = False
         self._memory = [parameter.data_ptr() for parameter in self._parameters]
         lanes = setting.lanes_over(group, with_reads=waits_in_step)
-        self._gather = _C.Gather(lanes, self.sharding, len(self.plan), now.reducer.interruption, now.number.agreed)
+        self._gather = _C.Gather(lanes, self.sharding, now.reducer.interruption, now.number.agreed)
         self._numbers = {
             id(self._parameters[index]): number for number, bucket in enumerate(self.plan) for index in bucket
         }
@@ -104,23 +104,23 @@ class Shards:
                 view = _C.view_of(flat, parameter, place)
                 view.copy_(parameter)
                 parameter.data = view
-        begin, end = self.sharding.runs(number)[self.sharding.rank]
+        begin, end = self.sharding.run(number)
         wire = wire if dtype == torch.float32 else None
         main = flat[begin:end].to(torch.float32, copy=True) if dtype in _16_BITS or wire is not None else None
-        spans = list(self._spans(number, flat if main is None else main, begin, in_run=main is not None))
+        spans = list(self._spans(number, flat, 0) if main is None else self._spans(number, main, begin))
         return OneBucket(flat, (begin, end), main, wire, spans)
 
-    def _spans(self, number: int, memory: Tensor, run: int, *, in_run: bool) -> Iterator[Span]:
-        offsets = self.sharding.offsets(number)
-        for (index, begin, end), offset in zip(self.sharding.spans_of(number), offsets, strict=True):
+    def _spans(self, number: int, memory: Tensor, first: int) -> Iterator[Span]:
+        """``memory`` is the bucket's, from element ``first`` on."""
+        for index, begin, end, place in self.sharding.spans(number):
             if begin == end:
                 continue
-            parameter, at = self._parameters[index], offset + (0 if in_run else run)
+            parameter = self._parameters[index]
             is_whole = end - begin == parameter.numel()
             like = parameter if is_whole else parameter.detach().new_empty(0).resize_(end - begin)
-            view = _C.view_of(memory, like, at)
+            view = _C.view_of(memory, like, place - first)
             holder = nn.Parameter(view.detach())
-            yield Span(index, begin, end, holder, run + offset, without_memory(holder, holder.dtype), number)
+            yield Span(index, begin, end, holder, place, without_memory(holder, holder.dtype), number)
 
     def install(self) -> None:
         """Let the reducer write gradients to the spans' holders, from the next window on."""

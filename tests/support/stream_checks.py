@@ -413,7 +413,7 @@ def two_levels(engine: _C.Reducer, of: Sequence[nn.Parameter]) -> None:
     plan = [[5, 4], [3, 2], [1, 0]] if len(of) == 6 else [[1], [0]]
     shards = _C.Sharding(list(of), names, plan, ranks=RANKS, rank=0, whole=False)
     way = _C.Way(_C.Codec.cast(torch.float16), [group()])
-    way.in_two_levels(group(RANKS**2), [group()], shards)
+    way.all, way.node, way.sharding = group(RANKS**2), _C.Lanes([group()]), shards
     engine.set_way(way)
 
 
@@ -492,13 +492,13 @@ def sharded(engine: _C.Reducer, of: Sequence[nn.Parameter], plan: list[list[int]
     holders = [
         [
             torch.zeros(of[index].shape if end - begin == of[index].numel() else end - begin, device=DEVICE)
-            for index, begin, end in sharding.spans_of(bucket)
+            for index, begin, end, _ in sharding.spans(bucket)
         ]
         for bucket in range(len(plan))
     ]
     engine.become_sharded(sharding, holders, [torch.empty(0) for _ in of])
     way = _C.Way(_C.Codec.cast(wire), [group()])
-    way.keep_runs(sharding)
+    way.sharding, way.keeps_runs = sharding, True
     engine.set_way(way)
     return sharding, holders
 
@@ -509,7 +509,7 @@ def sharded_gradients_follow_backward_and_parameters_the_step(casts: bool, adds_
     accumulate_on([stream() for _ in of], of)
     engine = reducer(of, plan=plan)
     sharding, holders = sharded(engine, of, plan, torch.float16 if casts else None)
-    gather = _C.Gather([group()], sharding, len(plan), engine.interruption)
+    gather = _C.Gather([group()], sharding, engine.interruption)
     flats = [torch.zeros(sharding.length(bucket), device=DEVICE) for bucket in range(len(plan))]
     total = 0.0
     for window in range(1, 4):
@@ -518,7 +518,7 @@ def sharded_gradients_follow_backward_and_parameters_the_step(casts: bool, adds_
         backward(engine, [times(parameter, 8.0 * window) for parameter in of])
         total = 8.0 * window + (total if adds_up else 0.0)
         for bucket in range(len(plan)):
-            begin, end = sharding.runs(bucket)[0]
+            begin, end = sharding.run(bucket)
             gradients = [holder.grad * 1 for holder in holders[bucket] if holder.numel() > 0]
             flats[bucket][begin:end].fill_(total).mul_(2)
             engine.send_parameters(gather, bucket, flats[bucket])
