@@ -32,9 +32,9 @@ namespace fastddp {
 struct Way {
   // All ranks of the average; null: each rank keeps its own gradients.
   c10::intrusive_ptr<c10d::ProcessGroup> all;
-  std::shared_ptr<Codec> codec;
+  std::shared_ptr<Codec> codec = nullptr;
   // Over which wires go; in two levels, those between nodes.
-  std::optional<Lanes> lanes;
+  std::optional<Lanes> lanes = {};
   Nodes nodes = {};      // of the lanes' ranks, which add up themselves; empty: allreduces
   bool divides = false;  // an allreduce may average; the same on all ranks
   // Which rank has what: of the optimizer, or in two levels of each node.

@@ -47,14 +47,14 @@ class WindowStatus {
   struct Said {
     size_t window = 0;  // of the model
     bool failed = false;
-    bool lost_a_backward = false;  // it may have
-    float scale = 0;               // of this rank's losses, by a GradScaler; 0: not known
-    int rank = 0;                  // in the model's group
-    size_t model = 0;              // 0: ranks do not agree on a number
-    size_t forwards = 0;           // of the window; 0: this rank has no part in it
-    bool not_finite = false;       // gradients of this rank are not, or their sum over ranks may not be
-    at::Tensor not_finite_count;   // replaces the field above where the device knows: greater than 0 if some are not
-    std::vector<Used> used;        // empty where it is known beforehand
+    bool lost_a_backward = false;      // it may have
+    float scale = 0;                   // of this rank's losses, by a GradScaler; 0: not known
+    int rank = 0;                      // in the model's group
+    size_t model = 0;                  // 0: ranks do not agree on a number
+    size_t forwards = 0;               // of the window; 0: this rank has no part in it
+    bool not_finite = false;           // gradients of this rank are not, or their sum over ranks may not be
+    at::Tensor not_finite_count = {};  // replaces the field above where the device knows: greater than 0 if some are not
+    std::vector<Used> used = {};       // empty where it is known beforehand
   };
   void send(c10d::ProcessGroup& group, c10::Device device, const Said& said);
   // For a status that travels with gradients, on the CPU: writes what this rank says, without `used`, to the kNumbers elements
@@ -72,7 +72,7 @@ class WindowStatus {
   struct Heard {
     std::optional<std::string> failed;  // what, and on which rank, in words; none: the window is well
     bool not_finite = false;            // gradients of a rank are
-    std::vector<Used> used;             // by parameter, how any rank used it
+    std::vector<Used> used = {};        // by parameter, how any rank used it
   };
   // The host waits.
   Heard wait();
