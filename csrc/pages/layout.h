@@ -90,6 +90,7 @@ inline uint64_t now() {
   return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
 }
 
+Pulse pulse_of(const Live& live);
 // The last steps, in seconds.
 std::vector<double> steps_of(const Live& live);
 

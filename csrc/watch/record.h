@@ -21,7 +21,6 @@ struct OfGradients {
 
 // What its page does not say.
 struct BesideThePage {
-  std::string other_model;         // what it waits for in another model, if it does not wait in this one
   std::vector<std::string> stack;  // of its Python code, the innermost call last
   int64_t stack_at = 0;            // when, in ms since 1970
   // Its TCP connections (note [Links]): addresses that do not answer, and bytes that move in a second.
@@ -38,6 +37,7 @@ struct Record : OfProcess, Position, OfGradients, BesideThePage {
   uint64_t bytes = 0;          // of `bucket`
   std::string collectives;     // that carry the bucket, by c10d's numbers, in words
   bool of_parameters = false;  // the bucket's, not its gradients
+  std::string other_model;     // what it waits for in another model, if it does not wait in this one
 
   // The rank has removed its page. What is said above may be old, except which rank it is. Not written to the store.
   bool is_stale = false;

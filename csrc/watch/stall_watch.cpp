@@ -4,10 +4,9 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <iomanip>
 #include <numeric>
 #include <set>
-#include <sstream>
+#include <string>
 
 #include "errors/see.h"
 #include "watch/last_words.h"
@@ -67,10 +66,17 @@ StallWatch::~StallWatch() {
 }
 
 void StallWatch::end_thread() {
-  pauses_.end();
+  end_.request_stop();
   if (!thread_.joinable()) return;
   thread_.join();
   say_if_it_goes_on();  // the step may have gone on a moment ago
+}
+
+bool StallWatch::pause(double seconds) {
+  std::mutex unused;  // only this thread pauses
+  std::unique_lock lock(unused);
+  const auto ends = [&] { return end_.stop_requested(); };
+  return !pauses_.wait_for(lock, end_.get_token(), std::chrono::duration<double>(seconds), ends);
 }
 
 // Only results are progress: that the rank does something else is not enough.
@@ -81,10 +87,8 @@ void StallWatch::say_if_it_goes_on() {
   const bool goes_on = now.windows != before.windows || now.finished != before.finished || now.gradients != before.gradients ||
                        (before.device_wait && now.device_wait != before.device_wait);
   if (!goes_on) return;
-  std::ostringstream out;
-  out << "fastddp: step " << before.windows + 1 << " went on after " << std::fixed << std::setprecision(1)
-      << seconds_since(since) << " s (" << time_of_day(ms_since_1970()) << ")";
-  say(out.str());
+  say("fastddp: step " + std::to_string(before.windows + 1) + " went on after " + in_seconds(seconds_since(since)) + " (" +
+      time_of_day(ms_since_1970()) + ")");
   asked_.told.reset();
 }
 
@@ -270,7 +274,7 @@ std::optional<Report> StallWatch::outlasting(double patience, const Find& find) 
   return find();
 }
 
-// Pages are newer than what ranks wrote, and speak for ranks that can no longer write. Stacks and links are not in pages.
+// Pages are newer than what ranks wrote, and speak for ranks that can no longer write.
 std::vector<Record> StallWatch::all_records() {
   std::map<int, Record> records;
   std::vector<int> ranks(static_cast<size_t>(progress_->ranks()));
@@ -285,10 +289,7 @@ std::vector<Record> StallWatch::all_records() {
       record = of->second;  // what it wrote last
       record.life = life;
     } else if (of != records.end() && record.rank != progress_->rank()) {
-      record.stack = of->second.stack;
-      record.stack_at = of->second.stack_at;
-      record.unanswered = of->second.unanswered;
-      record.moved = of->second.moved;
+      static_cast<BesideThePage&>(record) = of->second;
     }
     records[record.rank] = record;
   }
