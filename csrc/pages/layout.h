@@ -76,7 +76,7 @@ struct ParameterRow {
 // Where each part of a page begins.
 struct Rooms {
   explicit Rooms(const Header& header)
-      : buckets(sizeof(Header) + (-sizeof(Header) & 63) + sizeof(Live)),
+      : buckets(live + sizeof(Live)),
         parameters(buckets + header.buckets * sizeof(BucketRow)),
         names(parameters + header.parameters * sizeof(ParameterRow)),
         bytes(names + header.name_bytes) {}

@@ -20,9 +20,9 @@ bool is_of_pair(const c10d::Work& work) {
   return type == c10d::OpType::SEND || type == c10d::OpType::RECV;
 }
 
-// As all works of a process group written in Python.
-bool is_of_unknown_kind(const c10d::Work& work) {
-  return work.retrieveOpType() == c10d::OpType::UNKNOWN;
+// Null, too, for all works of a process group written in Python: they are of an unknown kind.
+c10::intrusive_ptr<c10::ivalue::Future> awaited_future(c10d::Work& work) {
+  return work.retrieveOpType() == c10d::OpType::UNKNOWN ? nullptr : future_of(work);
 }
 
 }  // namespace
@@ -106,7 +106,7 @@ void Interruption::wait(c10d::Work& work) {
   }
   if (is_of_pair(work)) return interruption->wait_for_pair(work);
   interruption->check();
-  if (const auto future = is_of_unknown_kind(work) ? nullptr : future_of(work)) wait(*future, kForever);
+  if (const auto future = awaited_future(work)) wait(*future, kForever);
   try {
     work.wait();
   } catch (const std::exception&) {
@@ -142,7 +142,7 @@ void Interruption::wait(c10::ivalue::Future& future) {
 }
 
 void Interruption::wait_outside(c10d::Work& work, const std::vector<std::shared_ptr<Interruption>>& all) {
-  const auto future = is_of_unknown_kind(work) ? nullptr : future_of(work);
+  const auto future = awaited_future(work);
   const bool keeps_host_waiting = future && future->devices().empty();
   do {
     for (const auto& interruption : all) interruption->check();

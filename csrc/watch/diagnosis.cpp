@@ -30,8 +30,7 @@ std::string last(const Record& record) {
 }
 
 std::string bucket(const Record& record) {
-  return (record.of_parameters ? "the parameters of bucket " : "bucket ") + std::to_string(record.bucket.value_or(0)) + " of " +
-         std::to_string(record.buckets);
+  return bucket_in_words(record) + " of " + std::to_string(record.buckets);
 }
 
 std::string where(const Record& record) {
@@ -101,7 +100,7 @@ std::vector<Record> without_those_that_followed(const std::vector<Record>& recor
 
 // The cause in a rank that waits for nobody.
 Cause cause_of(const Record& record) {
-  if (record.state == "partial") return Cause::other_graph;
+  if (record.state == WindowState::partial) return Cause::other_graph;
   if (record.still < kGoesOn) return Cause::slow;
   if (record.device == Record::Device::computes) return Cause::device;
   switch (record.doing) {
@@ -192,7 +191,7 @@ std::string sentence(Cause cause, const Record& record, const std::string& proce
     case Cause::optimizer:
       return is("is " + where(record)) + ".";
     case Cause::hook:
-      return is("is in the communication hook of bucket " + std::to_string(record.bucket.value_or(0))) + ".";
+      return is("is in the communication hook of " + bucket_in_words(record)) + ".";
     case Cause::device:
       return is("has a device that does not come to " + bucket(record) + ": a kernel before it does not end,") +
              " Its host is past that, " + where(record) + ".";

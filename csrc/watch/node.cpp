@@ -52,8 +52,7 @@ std::string Node::awaited_elsewhere(const Record& of) const {
     if (!found || found->process.pid != of.process.pid || found->job == job_) continue;
     const auto other = record_of(*found, of.life, found->seconds);
     if (!other.waits()) continue;
-    return (other.of_parameters ? "the parameters of bucket " : "bucket ") + std::to_string(other.bucket.value_or(0)) +
-           " of another model (number " + std::to_string(found->number + 1) + " of its process)";
+    return bucket_in_words(other) + " of another model (number " + std::to_string(found->number + 1) + " of its process)";
   }
   return "";
 }

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <set>
 #include <string>
+#include <tuple>
 
 #include "errors/see.h"
 #include "watch/last_words.h"
@@ -25,7 +26,8 @@ constexpr double kForOthersReport = 6.0;
 constexpr double kSlow = 3.0;    // times as long as for a network that is down
 constexpr double kForGil = 0.8;  // the Python thread looks twice a second
 constexpr double kFirstRewrite = 5.0, kLastRewrite = 20.0;
-static_assert(kFreshRecord > 2 * kLastRewrite);
+constexpr double kFresh = 45.0;  // for so many seconds a record counts as what a rank does now
+static_assert(kFresh > 2 * kLastRewrite);
 
 double seconds_since(std::chrono::steady_clock::time_point moment) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - moment).count();
@@ -191,8 +193,7 @@ Record StallWatch::own_record() const {
   record.other_model = node_.awaited_elsewhere(record);
   record.unanswered = {links_.unanswered().begin(), links_.unanswered().end()};
   record.moved = links_.moved();
-  record.stack = stack_.lines();
-  record.stack_at = stack_.at();
+  std::tie(record.stack, record.stack_at) = stack_.last();
   return record;
 }
 
@@ -280,7 +281,8 @@ std::vector<Record> StallWatch::all_records() {
   std::vector<int> ranks(static_cast<size_t>(progress_->ranks()));
   std::iota(ranks.begin(), ranks.end(), 0);
   for (auto& record : board_.read(ranks)) {
-    if (is_fresh(record)) records[record.rank] = std::move(record);
+    const auto age = static_cast<double>(ms_since_1970() - record.written) * 1e-3;
+    if (age < kFresh) records[record.rank] = std::move(record);
   }
   for (auto& record : machine_records()) {
     const auto of = records.find(record.rank);
