@@ -14,6 +14,7 @@
 #include <limits>
 #include <mutex>
 #include <optional>
+#include <regex>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -31,15 +32,6 @@
 namespace fastddp {
 
 namespace {
-
-// `  File "train.py", line 3 in main`
-std::optional<PythonCall> call_in(const std::string& text) {
-  const std::string file = "  File \"", line = "\", line ", in = " in ";
-  const auto at_line = text.rfind(line), at_in = text.find(in, std::min(at_line, text.size()));
-  if (!text.starts_with(file) || at_line == std::string::npos || at_in == std::string::npos) return std::nullopt;
-  const auto name = text.substr(file.size(), at_line - file.size());
-  return PythonCall{name, std::atoi(text.c_str() + at_line + line.size()), text.substr(at_in + in.size()), ""};
-}
 
 // Note [Torn frames]
 // A thread that seems to stand still may run after all, for example on a machine that is too busy. Then its frames change while
@@ -84,6 +76,8 @@ std::vector<PythonCall> calls_without_gil() {
   const auto number = fileno(file.get());
   if (!reads_torn_frames([&] { return dump(number, nullptr, nullptr) == nullptr; })) return {};
   std::rewind(file.get());
+  const std::regex of_call(R"re(  File "(.*)", line (\d+) in (.*))re");
+  std::smatch found;
   std::vector<PythonCall> calls;
   std::array<char, 1024> line{};
   while (std::fgets(line.data(), line.size(), file.get()) != nullptr) {
@@ -91,7 +85,7 @@ std::vector<PythonCall> calls_without_gil() {
     text.erase(text.find_last_not_of('\n') + 1);
     // The main thread was made first, and is listed last.
     if (text.find("hread 0x") != std::string::npos) calls.clear();
-    if (auto call = call_in(text)) calls.push_back(std::move(*call));
+    if (std::regex_match(text, found, of_call)) calls.push_back({found[1], std::stoi(found[2]), found[3], ""});
   }
   std::ranges::reverse(calls);
   return calls;

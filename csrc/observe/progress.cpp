@@ -67,10 +67,7 @@ void Progress::plan(const std::vector<std::vector<size_t>>& buckets, const std::
 }
 
 void Progress::window(uint32_t state, size_t ended) {
-  if (window_ != ended + 1) {
-    live_.step_ends[ended % kSteps].store(now(), std::memory_order_relaxed);
-    window_ = static_cast<uint32_t>(ended + 1);
-  }
+  if (live_.windows != ended) live_.step_ends[ended % kSteps].store(now(), std::memory_order_relaxed);
   put(live_.windows, ended);
   put(live_.state, state);
 }
@@ -107,13 +104,13 @@ void Progress::started(size_t bucket, uint64_t time) {
 }
 
 void Progress::gradient(size_t parameter) {
-  put(parameters_[parameter].window, window_);
+  put(parameters_[parameter].window, window());
   put(live_.last_parameter, parameter);
   live_.gradients.store(live_.gradients.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
 
 void Progress::fails_for_others() {
-  put(live_.failed_window, window_);
+  put(live_.failed_window, window());
 }
 
 void Progress::process_ends(const std::string& error, bool stays) {
@@ -131,11 +128,6 @@ void Progress::device_waits(const std::optional<DeviceWait>& wait) {
 void Progress::belongs_to(uint64_t job, const std::string& script) {
   std::strncpy(live_.script.data(), script.c_str(), live_.script.size() - 1);
   live_.job.store(job, std::memory_order_release);
-}
-
-Progress::Pulse Progress::pulse() const {
-  const auto [what, bucket, since] = doing();
-  return {shown(what), since, live_.windows, live_.tick, live_.finished, live_.gradients, unpacked(live_.device_wait)};
 }
 
 double Progress::longest_step() const {

@@ -74,16 +74,7 @@ class Progress {
     Progress* const progress_;
   };
 
-  // What changes whenever training goes on.
-  struct Pulse {
-    What doing;
-    uint64_t since;  // on the machine's clock, ns
-    size_t windows, tick, finished;
-    uint64_t gradients;
-    std::optional<DeviceWait> device_wait;
-    bool operator==(const Pulse&) const = default;
-  };
-  Pulse pulse() const;
+  Pulse pulse() const { return page::pulse_of(live_); }
   // How many have ended.
   size_t windows() const { return live_.windows; }
   // Seconds of the longest step that is remembered; 0: none has ended.
@@ -98,6 +89,8 @@ class Progress {
  private:
   page::BucketRow& row(size_t bucket) { return bucket < header_.buckets ? buckets_[bucket] : not_noted_; }
   void started(size_t bucket, uint64_t time);
+  // The number of the open window, or of the next one.
+  uint32_t window() const { return live_.windows + 1; }
 
   const page::Header header_;
   const page::Rooms rooms_{header_};
@@ -106,7 +99,6 @@ class Progress {
   page::BucketRow* const buckets_;
   page::ParameterRow* const parameters_;
   page::BucketRow not_noted_{};
-  uint32_t window_ = 1;  // the number of the open window, or of the next one
   std::optional<uint64_t> sequence_;
   Sequences begun_, before_;
 };

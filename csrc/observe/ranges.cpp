@@ -90,17 +90,6 @@ Range::Range(const std::string& name) : Range() {
   if (is_heard()) begin(name);
 }
 
-Range::Range(const char* what, size_t tick, const std::vector<at::Tensor>& wires) : Range() {
-  if (!is_heard()) return;
-  size_t bytes = 0;
-  for (const auto& wire : wires) bytes += wire.nbytes();
-  begin(what, " tick=" + std::to_string(tick) + " bytes=" + std::to_string(bytes));
-}
-
-Range::Range(const char* what, const std::string& parameter, size_t bucket) : Range() {
-  if (is_heard()) begin(what, " parameter=" + parameter + " bucket=" + std::to_string(bucket));
-}
-
 Range::~Range() {
   if (nvtx_) pop();
 }

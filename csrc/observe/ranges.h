@@ -7,7 +7,6 @@
 #include <optional>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 namespace fastddp {
 
@@ -31,10 +30,6 @@ class Range {
   Range(const char* what, const Keys& keys) : Range() {
     if (is_heard()) begin(what, keys());
   }
-  // The `wires` that travel together in a tick.
-  Range(const char* what, size_t tick, const std::vector<at::Tensor>& wires);
-  // A gradient that came.
-  Range(const char* what, const std::string& parameter, size_t bucket);
   ~Range();
   C10_DISABLE_COPY_AND_ASSIGN(Range);
 

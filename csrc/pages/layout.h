@@ -76,7 +76,7 @@ struct ParameterRow {
 // Where each part of a page begins.
 struct Rooms {
   explicit Rooms(const Header& header)
-      : buckets(sizeof(Header) + (-sizeof(Header) & 63) + sizeof(Live)),
+      : buckets(live + sizeof(Live)),
         parameters(buckets + header.buckets * sizeof(BucketRow)),
         names(parameters + header.parameters * sizeof(ParameterRow)),
         bytes(names + header.name_bytes) {}
@@ -90,6 +90,7 @@ inline uint64_t now() {
   return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
 }
 
+Pulse pulse_of(const Live& live);
 // The last steps, in seconds.
 std::vector<double> steps_of(const Live& live);
 

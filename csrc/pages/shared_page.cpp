@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
@@ -89,56 +90,32 @@ std::byte* map_shared(const std::string& path, size_t bytes) {
   return nullptr;
 }
 
-std::byte* map_private(size_t bytes) {
-  auto* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (data == MAP_FAILED) {
-    throw std::runtime_error("fastddp: no memory for a page of " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
-  }
-  return static_cast<std::byte*>(data);
+// Pages that go at exit, since Python may never destroy their owners. A forked process has the list too, but the pages are its
+// parent's.
+struct Pages {
+  std::mutex mutex;
+  std::vector<std::string> paths;
+};
+
+// Note [Never destroyed], device/cuda_driver.cpp.
+Pages& own_pages() {
+  static auto* const pages = [] {
+    std::atexit(remove_own_pages);
+    return new Pages;
+  }();
+  return *pages;
 }
 
-// Removes pages at exit, since Python may never destroy their owners.
-class Pages {
- public:
-  static Pages& of_this_process() {
-    static auto& pages = *make();
-    return pages;
-  }
+void remove_if_own(const std::string& path) {
+  if (pid_in(path) == getpid()) remove_page(path);
+}
 
-  void add(const std::string& path) {
-    const std::lock_guard lock(mutex_);
-    paths_.push_back(path);
-  }
-
-  // A forked process has the list too, but the pages are its parent's.
-  void remove(const std::string& path) {
-    const std::lock_guard lock(mutex_);
-    if (std::erase(paths_, path) > 0 && pid_in(path) == getpid()) remove_page(path);
-  }
-
-  void remove_all() {
-    const std::lock_guard lock(mutex_);
-    for (const auto& path : paths_) {
-      if (pid_in(path) == getpid()) remove_page(path);
-    }
-    paths_.clear();
-  }
-
-  void leave(const std::string& path) {
-    const std::lock_guard lock(mutex_);
-    std::erase(paths_, path);
-  }
-
- private:
-  // Note [Never destroyed], device/cuda_driver.cpp.
-  static Pages* make() {
-    std::atexit([] { of_this_process().remove_all(); });
-    return new Pages;
-  }
-
-  std::mutex mutex_;
-  std::vector<std::string> paths_;
-};
+// Whether it was among the pages that go at exit.
+bool forget(const std::string& path) {
+  auto& [mutex, paths] = own_pages();
+  const std::lock_guard lock(mutex);
+  return std::erase(paths, path) > 0;
+}
 
 }  // namespace
 
@@ -176,24 +153,30 @@ SharedPage::SharedPage(size_t bytes) : bytes_(bytes) {
   remove_page(path_);
   data_ = map_shared(path_, bytes_);
   if (data_ != nullptr) {
-    Pages::of_this_process().add(path_);
+    auto& [mutex, paths] = own_pages();
+    const std::lock_guard lock(mutex);
+    paths.push_back(path_);
     return;
   }
   problem_ = std::strerror(errno);
   path_.clear();
-  data_ = map_private(bytes_);
+  auto* const data = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) {
+    throw std::runtime_error("fastddp: no memory for a page of " + std::to_string(bytes_) + " bytes: " + std::strerror(errno));
+  }
+  data_ = static_cast<std::byte*>(data);
 }
 
 SharedPage::~SharedPage() {
   munmap(data_, bytes_);
-  if (!path_.empty()) Pages::of_this_process().remove(path_);
+  if (forget(path_)) remove_if_own(path_);
 }
 
 void SharedPage::stay() {
-  if (!path_.empty()) Pages::of_this_process().leave(path_);
+  forget(path_);
 }
 
-PageCopy::PageCopy(const std::string& path) {
+std::vector<std::byte> copy_of_page(const std::string& path) {
   const File file(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
   struct stat of{};
   const bool is_there = file && fstat(file.descriptor(), &of) == 0;
@@ -201,14 +184,15 @@ PageCopy::PageCopy(const std::string& path) {
   if (of.st_uid != geteuid()) {
     throw std::runtime_error("fastddp: " + path + " is another user's, and nobody knows what is in it");
   }
-  bytes_.resize(static_cast<size_t>(of.st_size));
+  std::vector<std::byte> bytes(static_cast<size_t>(of.st_size));
   size_t done = 0;
-  while (done < bytes_.size()) {
-    const auto count = pread(file.descriptor(), bytes_.data() + done, bytes_.size() - done, static_cast<off_t>(done));
+  while (done < bytes.size()) {
+    const auto count = pread(file.descriptor(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(done));
     if (count <= 0) break;
     done += static_cast<size_t>(count);
   }
-  bytes_.resize(done);
+  bytes.resize(done);
+  return bytes;
 }
 
 std::vector<std::string> shared_pages(int32_t pid) {
@@ -227,19 +211,21 @@ bool has_process(const std::string& path) {
 }
 
 bool left_for(const std::string& path, std::chrono::seconds time) {
-  using namespace std::filesystem;
-  std::error_code error;
-  const auto seen_before = (status(path, error).permissions() & perms::owner_write) == perms::none;
-  if (!error && !seen_before) {
-    permissions(path, perms::owner_read, error);
-    last_write_time(path, file_time_type::clock::now(), error);
+  struct stat of{};
+  if (stat(path.c_str(), &of) != 0) return false;
+  const bool seen_before = (of.st_mode & S_IWUSR) == 0;
+  if (!seen_before) {
+    chmod(path.c_str(), S_IRUSR);
+    utimensat(AT_FDCWD, path.c_str(), nullptr, 0);  // it was changed just now
   }
-  const auto seen = last_write_time(path, error);
-  return !error && seen_before && file_time_type::clock::now() - seen > time;
+  return seen_before && std::time(nullptr) - of.st_mtime > time.count();
 }
 
 void remove_own_pages() {
-  Pages::of_this_process().remove_all();
+  auto& [mutex, paths] = own_pages();
+  const std::lock_guard lock(mutex);
+  for (const auto& path : paths) remove_if_own(path);
+  paths.clear();
 }
 
 void remove_page(const std::string& path) {

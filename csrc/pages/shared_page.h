@@ -49,17 +49,8 @@ class SharedPage {
   std::byte* data_ = nullptr;
 };
 
-// A copy of another process's page, as it was when the copy was made.
-class PageCopy {
- public:
-  // Raises std::runtime_error if there is no page, or if it is another user's.
-  explicit PageCopy(const std::string& path);
-  const std::byte* data() const { return bytes_.data(); }
-  size_t size() const { return bytes_.size(); }
-
- private:
-  std::vector<std::byte> bytes_;
-};
+// A copy of another process's page, as it is now. Raises std::runtime_error if there is no page, or if it is another user's.
+std::vector<std::byte> copy_of_page(const std::string& path);
 
 // Paths of this user's pages: of one process or, with 0, of all, including those that were killed.
 std::vector<std::string> shared_pages(int32_t pid = 0);

@@ -48,6 +48,11 @@ std::optional<size_t> number_below(const Number& number, size_t end) {
 
 }  // namespace
 
+Pulse page::pulse_of(const Live& live) {
+  const auto last = moment_of(live.doing.load(std::memory_order_acquire));
+  return {shown(last.what), last.time, live.windows, live.tick, live.finished, live.gradients, unpacked(live.device_wait)};
+}
+
 // Seconds from the end of each step to the end of the next.
 std::vector<double> page::steps_of(const Live& live) {
   std::vector<double> steps;
@@ -97,21 +102,15 @@ Snapshot read_page(const std::byte* data, size_t bytes, const std::string& path)
   const auto& live = *reinterpret_cast<const Live*>(data + Rooms::live);
   snapshot.job = live.job.load(std::memory_order_acquire);
   if (snapshot.job != 0) snapshot.script.assign(live.script.data(), strnlen(live.script.data(), live.script.size()));
-  const auto last = moment_of(live.doing.load(std::memory_order_acquire));
-  check(last.what <= kLastDoing, "what it says makes no sense");
-  snapshot.doing = shown(last.what);
-  snapshot.seconds = seconds_since(last.time);
+  static_cast<Pulse&>(snapshot) = pulse_of(live);
+  check(snapshot.doing <= kLastDoing, "what it says makes no sense");
+  snapshot.seconds = seconds_since(snapshot.since);
   snapshot.state = live.state;
-  snapshot.windows = live.windows;
   const size_t buckets = std::min(live.buckets.load(), header.buckets);
   snapshot.bucket = number_below(live.doing_bucket, live.buckets);
-  snapshot.tick = live.tick;
-  snapshot.finished = live.finished;
-  snapshot.gradients = live.gradients;
   snapshot.last_parameter = number_below(live.last_parameter, snapshot.names.size());
   if (const auto sequence = live.sequence.load(); sequence > 0) snapshot.sequence = sequence - 1;
   snapshot.runs_user_code = live.runs_user_code != 0;
-  snapshot.device_wait = unpacked(live.device_wait);
   snapshot.device_seconds = seconds_since(live.device_since);
   snapshot.fails_for_others = live.failed_window == snapshot.windows + 1;
   snapshot.process_ends = live.ends.load(std::memory_order_acquire) != 0;
@@ -136,13 +135,13 @@ Snapshot read_page(const std::byte* data, size_t bytes, const std::string& path)
 }
 
 Snapshot read_page(const std::string& path) {
-  const PageCopy copy(path);
+  const auto copy = copy_of_page(path);
   return read_page(copy.data(), copy.size(), path);
 }
 
 Life life_of_owner(const std::string& path) {
   try {
-    const PageCopy copy(path);
+    const auto copy = copy_of_page(path);
     Header header;
     if (copy.size() < sizeof(header)) return Life::unknown;
     std::memcpy(&header, copy.data(), sizeof(header));

@@ -80,14 +80,22 @@ struct OfProcess {
   std::string error;  // why the process ends, in words; empty: no known error
 };
 
-// Where a rank is in its step.
-struct Position {
+// What changes whenever training goes on.
+struct Pulse {
   What doing = What::nothing;
-  double seconds = 0;                // how long it has been doing this
+  uint64_t since = 0;             // on the machine's clock, ns
+  size_t windows = 0;             // that have ended
+  size_t tick = 0, finished = 0;  // buckets whose ticks have begun; buckets that are finished
+  uint64_t gradients = 0;         // that have come, ever
+  std::optional<DeviceWait> device_wait;
+  bool operator==(const Pulse&) const = default;
+};
+
+// Where a rank is in its step.
+struct Position : Pulse {
+  double seconds = 0;                // how long it has been `doing` this
   std::optional<size_t> bucket;      // the bucket that `doing` is about
   bool runs_user_code = false;       // a Python hook runs
-  size_t windows = 0;                // that have ended
-  size_t tick = 0, finished = 0;     // buckets whose ticks have begun; buckets that are finished
   std::optional<uint64_t> sequence;  // of the process group, when the window's last collective was started
 };
 
@@ -113,10 +121,8 @@ struct Snapshot : OfProcess, Position {
   std::string script;              // that the process runs; empty: not said
   std::vector<std::string> names;  // of parameters
 
-  uint32_t state;      // of the window: WindowState
-  uint64_t gradients;  // that have come, ever
+  uint32_t state;  // of the window: WindowState
   std::optional<size_t> last_parameter;
-  std::optional<DeviceWait> device_wait;
   double device_seconds;  // how long `device_wait` has been the same
   std::vector<OfBucket> buckets;
   std::vector<bool> came;            // by parameter, in the window that is open

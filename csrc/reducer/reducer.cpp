@@ -229,7 +229,9 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   const bool by_layer = reduction_.layers().have_added(parameter, incoming.defined());
   const std::lock_guard lock(mutex_);
   const Interruption::Scope interruptible(*interruption_, buckets_.device());
-  const Range range("gradient", buckets_.name(parameter), buckets_.place(parameter).bucket);
+  const Range range("gradient", [&] {
+    return " parameter=" + buckets_.name(parameter) + " bucket=" + std::to_string(buckets_.place(parameter).bucket);
+  });
   const c10::AutoGradMode no_grad(false);
   if (buckets_.form().in_main_grad && (incoming.defined() || by_layer)) {
     TORCH_CHECK(by_layer || buckets_.parameters()[parameter].grad().defined(), "fastddp: ", buckets_.describe(parameter),

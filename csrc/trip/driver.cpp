@@ -211,7 +211,9 @@ void Driver::start(Travel& travel, size_t stage) {
   if (travel.wire_of(trip_.stages[flight.first]) == nullptr || (!trip_.shared && travel.spans.all.front().packs)) {
     of_bucket.emplace("collective", *travel.bucket, stage);
   } else {
-    of_wire.emplace("collective", travel.bucket->index() + stage, std::vector{flight.travels});
+    of_wire.emplace("collective", [&] {
+      return " tick=" + std::to_string(travel.bucket->index() + stage) + " bytes=" + std::to_string(flight.travels.nbytes());
+    });
   }
   std::optional<WithoutPythonObjects> without;
   if (way_->hook == nullptr) without.emplace();

@@ -1,8 +1,7 @@
 #include "waits/interruption.h"
 
-#include <condition_variable>
+#include <future>
 #include <set>
-#include <thread>
 #include <utility>
 
 #include "device/streams.h"
@@ -21,9 +20,9 @@ bool is_of_pair(const c10d::Work& work) {
   return type == c10d::OpType::SEND || type == c10d::OpType::RECV;
 }
 
-// As all works of a process group written in Python.
-bool is_of_unknown_kind(const c10d::Work& work) {
-  return work.retrieveOpType() == c10d::OpType::UNKNOWN;
+// Null, too, for all works of a process group written in Python: they are of an unknown kind.
+c10::intrusive_ptr<c10::ivalue::Future> awaited_future(c10d::Work& work) {
+  return work.retrieveOpType() == c10d::OpType::UNKNOWN ? nullptr : future_of(work);
 }
 
 }  // namespace
@@ -53,19 +52,16 @@ void Interruption::interrupt(const std::string& why) {
 std::vector<std::string> Interruption::abort_groups() const {
   const auto all = groups();
   const std::set<c10::intrusive_ptr<c10d::ProcessGroup>> groups(all.begin(), all.end());
+  std::vector<std::future<void>> aborts;
+  for (const auto& group : groups) aborts.push_back(std::async(std::launch::async, [group] { group->abort(); }));
   std::vector<std::string> errors;
-  std::mutex of_errors;
-  const auto abort = [&](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  for (auto& abort : aborts) {
     try {
-      group->abort();
-    } catch (const std::exception& error) {  // leaving the thread, it would end the process
-      const std::lock_guard lock(of_errors);
+      abort.get();
+    } catch (const std::exception& error) {
       errors.push_back(in_words(error));
     }
-  };
-  std::vector<std::thread> aborts;
-  for (const auto& group : groups) aborts.emplace_back(abort, group);
-  for (auto& thread : aborts) thread.join();
+  }
   return errors;
 }
 
@@ -110,7 +106,7 @@ void Interruption::wait(c10d::Work& work) {
   }
   if (is_of_pair(work)) return interruption->wait_for_pair(work);
   interruption->check();
-  if (const auto future = is_of_unknown_kind(work) ? nullptr : future_of(work)) wait(*future, kForever);
+  if (const auto future = awaited_future(work)) wait(*future, kForever);
   try {
     work.wait();
   } catch (const std::exception&) {
@@ -146,7 +142,7 @@ void Interruption::wait(c10::ivalue::Future& future) {
 }
 
 void Interruption::wait_outside(c10d::Work& work, const std::vector<std::shared_ptr<Interruption>>& all) {
-  const auto future = is_of_unknown_kind(work) ? nullptr : future_of(work);
+  const auto future = awaited_future(work);
   const bool keeps_host_waiting = future && future->devices().empty();
   do {
     for (const auto& interruption : all) interruption->check();
@@ -156,21 +152,12 @@ void Interruption::wait_outside(c10d::Work& work, const std::vector<std::shared_
 
 bool Interruption::wait(c10::ivalue::Future& future, std::chrono::milliseconds patience) {
   // The callback may come after this thread has stopped waiting.
-  struct Bell {
-    std::mutex mutex;
-    std::condition_variable rings;
-    bool is_done = false;
-  };
-  const auto bell = std::make_shared<Bell>();
-  future.addCallback([bell](c10::ivalue::Future&) {
-    const std::lock_guard lock(bell->mutex);
-    bell->is_done = true;
-    bell->rings.notify_all();
-  });
+  const auto done = std::make_shared<std::promise<void>>();
+  const auto is_done = done->get_future();
+  future.addCallback([done](c10::ivalue::Future&) { done->set_value(); });
   const auto end = std::chrono::steady_clock::now() + patience;
-  std::unique_lock lock(bell->mutex);
   while (std::chrono::steady_clock::now() < end) {
-    if (bell->rings.wait_for(lock, kLook, [&] { return bell->is_done; })) return true;
+    if (is_done.wait_for(kLook) == std::future_status::ready) return true;
     if (of_this_thread != nullptr) of_this_thread->check();
   }
   return false;

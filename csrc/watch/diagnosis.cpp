@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <map>
 #include <optional>
 #include <set>
@@ -15,16 +14,8 @@ namespace {
 // A rank that has changed within this time goes on.
 constexpr double kGoesOn = 1.5;  // seconds
 
-std::string seconds(double count) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.1f s", count);
-  return text.data();
-}
-
-std::string megabytes(uint64_t bytes) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.2f MB", static_cast<double>(bytes) * 1e-6);
-  return text.data();
+std::string megabytes(double bytes) {
+  return formatted("%.2f MB", bytes * 1e-6);
 }
 
 std::string missing(const Record& record) {
@@ -39,8 +30,7 @@ std::string last(const Record& record) {
 }
 
 std::string bucket(const Record& record) {
-  return (record.of_parameters ? "the parameters of bucket " : "bucket ") + std::to_string(record.bucket.value_or(0)) + " of " +
-         std::to_string(record.buckets);
+  return bucket_in_words(record) + " of " + std::to_string(record.buckets);
 }
 
 std::string where(const Record& record) {
@@ -74,13 +64,11 @@ std::string where(const Record& record) {
   }
 }
 
-// Stands for the processes of all ranks that a finding is about.
-std::string processes() {
-  return "process ...";
-}
-
-std::string in_words(const std::vector<std::string>& processes) {
-  return (processes.size() == 1 ? "process " : "processes ") + listed(processes);
+// " (process 17 on node1)"
+std::string processes(const std::vector<Record>& records) {
+  std::vector<std::string> all;
+  for (const auto& record : records) all.push_back(std::to_string(record.process.pid) + " on " + record.host);
+  return (all.size() == 1 ? " (process " : " (processes ") + listed(all) + ")";
 }
 
 std::optional<Cause> cannot_go_on(const Record& record) {
@@ -112,7 +100,7 @@ std::vector<Record> without_those_that_followed(const std::vector<Record>& recor
 
 // The cause in a rank that waits for nobody.
 Cause cause_of(const Record& record) {
-  if (record.state == "partial") return Cause::other_graph;
+  if (record.state == WindowState::partial) return Cause::other_graph;
   if (record.still < kGoesOn) return Cause::slow;
   if (record.device == Record::Device::computes) return Cause::device;
   switch (record.doing) {
@@ -164,34 +152,33 @@ bool has_ended_in_order(const Record& record) {
   return record.is_stale || (record.process_ends && is_between && !record.has_raised());
 }
 
-std::string how_it_ended(const Record& record) {
-  const auto has_ended = record.life == Life::gone ? "has ended" : "is ending";
+std::string how_it_ended(const Record& record, const std::string& processes) {
+  const std::string has_ended = record.life == Life::gone ? "has ended" : "is ending";
   const auto was = record.is_stale ? "" : " It was " + where(record) + ".";
-  if (!record.error.empty()) return has_ended + (" (" + processes() + "), by " + record.error + ".") + was;
+  if (!record.error.empty()) return has_ended + processes + ", by " + record.error + "." + was;
   if (has_ended_in_order(record)) {
     const auto steps = std::to_string(record.windows) + (record.windows == 1 ? " step" : " steps");
-    return has_ended +
-           (" in good order after " + steps + " (" + processes() + "), and the others go on with step " +
-            std::to_string(record.windows + 1)) +
+    return has_ended + " in good order after " + steps + processes + ", and the others go on with step " +
+           std::to_string(record.windows + 1) +
            ": it had less to train on, it seems. Give all ranks as many batches (drop_last=True in sampler and loader), or "
            "put the loop under model.join().";
   }
-  if (record.process_ends) return has_ended + (" (" + processes() + ").") + was;
-  return has_ended + (" (" + processes() + ").") + was +
-         " Look at what it printed last, and at the kernel's log for \"Out of memory\".";
+  if (record.process_ends) return has_ended + processes + "." + was;
+  return has_ended + processes + "." + was + " Look at what it printed last, and at the kernel's log for \"Out of memory\".";
 }
 
-std::string sentence(Cause cause, const Record& record) {
-  const auto is = [&](const std::string& what) { return what + " for " + seconds(record.seconds) + " (" + processes() + ")"; };
+// `processes`: of all ranks of the cause. They share the sentence of the first one: the others' would differ only in numbers.
+std::string sentence(Cause cause, const Record& record, const std::string& processes) {
+  const auto is = [&](const std::string& what) { return what + " for " + in_seconds(record.seconds) + processes; };
   const auto was = " It was " + where(record) + ".";
   switch (cause) {
     case Cause::gone:
-      return how_it_ended(record);
+      return how_it_ended(record, processes);
     case Cause::stopped:
-      return "is stopped (" + processes() + "), by SIGSTOP or a debugger." + was + " kill -CONT " +
+      return "is stopped" + processes + ", by SIGSTOP or a debugger." + was + " kill -CONT " +
              std::to_string(record.process.pid) + " lets it go on.";
     case Cause::uninterruptible:
-      return "waits in the kernel (" + processes() + "), mostly for a file system or a device." + was +
+      return "waits in the kernel" + processes + ", mostly for a file system or a device." + was +
              " dmesg on that machine may tell more.";
     case Cause::silent:
       return "says nothing: its process or its machine is gone, or cannot reach the store.";
@@ -200,89 +187,52 @@ std::string sentence(Cause cause, const Record& record) {
                                           : "is between two steps (data loading, evaluation, a checkpoint or other code),") +
              ".";
     case Cause::forward:
-      return is("is in forward") + ".";
     case Cause::loss:
-      return is("is between forward and backward") + ".";
+    case Cause::optimizer:
+      return is("is " + where(record)) + ".";
     case Cause::hook:
-      return is("is in the communication hook of bucket " + std::to_string(record.bucket.value_or(0))) + ".";
+      return is("is in the communication hook of " + bucket_in_words(record)) + ".";
     case Cause::device:
       return is("has a device that does not come to " + bucket(record) + ": a kernel before it does not end,") +
              " Its host is past that, " + where(record) + ".";
     case Cause::backward:
       return is("is in backward") + missing(record) + last(record) + ".";
     case Cause::other_graph:
-      return "has ended its backward without all gradients (" + processes() + ")" + missing(record) +
+      return "has ended its backward without all gradients" + processes + missing(record) +
              ". Its graph is another one than on the ranks that wait: find_unused_parameters=True allows that.";
     case Cause::after_backward:
       return is("is past its backward, in code outside of the model (an optimizer's step has not begun),") + ".";
-    case Cause::optimizer:
-      return is("is in the optimizer's step") + ".";
     case Cause::slow:
-      return "is still at work: it is " + where(record) + " (" + processes() + "). No action is needed.";
+      return "is still at work: it is " + where(record) + processes + ". No action is needed.";
     default:
       return "";
   }
 }
 
-// For a rank that waits for nobody: how far it is in the step. The rank furthest behind has the lowest number.
-int place(Cause cause) {
-  return static_cast<int>(cause);
-}
+// What ranks are compared by: a number that sorts them, and the same in words.
+using Place = std::pair<uint64_t, std::string>;
+using Groups = std::map<Place, std::vector<int>>;
 
-// Findings of one cause share the sentence of the first rank: they would differ only in numbers, of which processes are told.
-class Findings {
- public:
-  void add(Cause cause, const Record& record) {
-    auto& of = by_cause_[cause];
-    of.ranks.push_back(record.rank);
-    if (of.ranks.size() == 1) of = {cause, of.ranks, sentence(cause, record)};
-    processes_[cause].push_back(std::to_string(record.process.pid) + " on " + record.host);
-  }
-  void add(Finding finding) { by_cause_.insert_or_assign(finding.cause, std::move(finding)); }
-  std::vector<Finding> take() {
-    std::vector<Finding> all;
-    for (auto& [cause, finding] : by_cause_) {
-      const auto place = finding.text.find(processes());
-      if (place != std::string::npos) {
-        finding.text.replace(place, processes().size(), in_words(processes_[cause]));
-      }
-      all.push_back(std::move(finding));
-    }
-    return all;
-  }
-  bool empty() const { return by_cause_.empty(); }
-
- private:
-  std::map<Cause, Finding> by_cause_;
-  std::map<Cause, std::vector<std::string>> processes_;
-};
-
-template <typename Key>
-std::map<Key, std::vector<int>> grouped(const std::vector<Record>& records, Key (*key)(const Record&)) {
-  std::map<Key, std::vector<int>> groups;
-  for (const auto& record : records) groups[key(record)].push_back(record.rank);
+Groups grouped(const std::vector<Record>& records, Place (*place)(const Record&)) {
+  Groups groups;
+  for (const auto& record : records) groups[place(record)].push_back(record.rank);
   return groups;
 }
 
+const Groups::value_type& largest(const Groups& groups) {
+  return *std::ranges::max_element(groups, {}, [](const auto& group) { return group.second.size(); });
+}
+
 // The ranks that differ from most; all ranks, if there is a tie.
-template <typename Key>
-std::vector<int> minority(const std::map<Key, std::vector<int>>& groups) {
-  const auto most = std::ranges::max_element(groups, {}, [](const auto& group) { return group.second.size(); });
-  const auto as_many =
-      std::ranges::count_if(groups, [&](const auto& group) { return group.second.size() == most->second.size(); });
+std::vector<int> minority(const Groups& groups) {
+  const auto most = largest(groups).second.size();
+  const auto as_many = std::ranges::count_if(groups, [&](const auto& group) { return group.second.size() == most; });
   std::vector<int> others;
-  for (const auto& [key, ranks] : groups) {
-    if (key != most->first || as_many > 1) others.insert(others.end(), ranks.begin(), ranks.end());
+  for (const auto& [place, ranks] : groups) {
+    if (ranks.size() != most || as_many > 1) others.insert(others.end(), ranks.begin(), ranks.end());
   }
   std::ranges::sort(others);
   return others;
-}
-
-template <typename Key, typename Say>
-std::string each(const std::map<Key, std::vector<int>>& groups, const Say& say) {
-  std::string text;
-  for (const auto& [key, ranks] : groups) text += (text.empty() ? "" : "; ") + named(ranks) + ": " + say(key);
-  return text;
 }
 
 // The ways (from a host to an address) on which ranks get no answer; none, if all are answered.
@@ -303,7 +253,7 @@ std::optional<Finding> unanswered(const std::vector<Record>& records) {
   std::vector<std::string> said;
   for (const auto& [ends, way] : ways) {
     said.push_back("from " + ends.first + " (" + named(way.ranks) + ") to " + ends.second + ", for up to " +
-                   seconds(way.seconds));
+                   in_seconds(way.seconds));
   }
   return Finding{Cause::network,
                  {},
@@ -312,41 +262,44 @@ std::optional<Finding> unanswered(const std::vector<Record>& records) {
                      "cables, switches, firewalls, and at that machine."};
 }
 
-// Compares ranks that all wait for others.
+Place place_of(const Record& record) {
+  return {0, where(record)};
+}
+
+// In what ranks that all wait may differ. The first difference counts.
+struct Comparison {
+  Cause cause;
+  Place (*place)(const Record&);
+  const char *differs, *remedy;
+};
+constexpr std::array<Comparison, 4> kComparisons{{
+    {Cause::windows_apart, [](const Record& of) { return Place{of.windows, "in step " + std::to_string(of.windows + 1)}; },
+     "is not in the same step as the others", "A rank has left out a backward, or run one more."},
+    {Cause::other_order, place_of, "waits for something else than the others",
+     "Collectives of this process group, or models, have another order there."},
+    {Cause::other_shapes, [](const Record& of) { return Place{of.bytes, std::to_string(of.bytes) + " bytes"}; },
+     "has another bucket than the others",
+     "Parameters have another shape or dtype there, or the communication hook is another one."},
+    {Cause::other_collective,
+     [](const Record& of) { return Place{of.sequence.value_or(0), std::to_string(of.sequence.value_or(0))}; },
+     "has called another number of collectives of this process group",
+     "Look for one that not all ranks call (a barrier, a metric, another wrapper, SyncBatchNorm)."},
+}};
+
 Finding compare(const std::vector<Record>& waiting) {
-  const auto windows = grouped<size_t>(waiting, [](const Record& of) { return of.windows; });
-  if (windows.size() > 1) {
-    return {Cause::windows_apart, minority(windows),
-            "is not in the same step as the others: " + each(windows, [](size_t ended) {
-              return "in step " + std::to_string(ended + 1);
-            }) + ". A rank has left out a backward, or run one more."};
-  }
-  const auto places = grouped<std::string>(waiting, where);
-  const auto sequences = grouped<uint64_t>(waiting, [](const Record& of) { return of.sequence.value_or(0); });
-  if (places.size() > 1) {
-    return {Cause::other_order, minority(places),
-            "waits for something else than the others: " + each(places, [](const std::string& at) { return at; }) +
-                ". Collectives of this process group, or models, have another order there."};
-  }
-  const auto bytes = grouped<uint64_t>(waiting, [](const Record& of) { return of.bytes; });
-  if (bytes.size() > 1) {
-    return {Cause::other_shapes, minority(bytes),
-            "has another bucket than the others: " + each(bytes, [](uint64_t count) {
-              return std::to_string(count) + " bytes";
-            }) + ". Parameters have another shape or dtype there, or the communication hook is another one."};
-  }
-  if (sequences.size() > 1) {
-    return {Cause::other_collective, minority(sequences),
-            "has called another number of collectives of this process group: " + each(sequences, [](uint64_t count) {
-              return std::to_string(count);
-            }) + ". Look for one that not all ranks call (a barrier, a metric, another wrapper, SyncBatchNorm)."};
+  for (const auto& [cause, place, differs, remedy] : kComparisons) {
+    const auto groups = grouped(waiting, place);
+    if (groups.size() == 1) continue;
+    std::string places;
+    for (const auto& [at, ranks] : groups) places += (places.empty() ? "" : "; ") + named(ranks) + ": " + at.second;
+    return {cause, minority(groups), differs + (": " + places + ". ") + remedy};
   }
   const auto fastest = std::ranges::max(waiting, {}, [](const Record& of) { return of.moved; }).moved;
   if (carries_bytes(fastest)) {
     return {Cause::slow,
             {},
-            "Every rank is " + where(waiting.front()) + ", and the network carries bytes: " +
-                megabytes(static_cast<uint64_t>(fastest)) + " a second on the busiest rank. It is slow, and goes on."};
+            "Every rank is " + where(waiting.front()) + ", and the network carries bytes: " + megabytes(fastest) +
+                " a second on the busiest rank. It is slow, and goes on."};
   }
   return {Cause::network,
           {},
@@ -359,23 +312,22 @@ Finding compare(const std::vector<Record>& waiting) {
 std::string headline(const std::vector<Record>& waiting, size_t step, int ranks) {
   std::string text = "step " + std::to_string(step) + " stands still";
   if (waiting.empty()) return text + ".";
-  const auto places = grouped<std::string>(waiting, where);
-  const auto most = std::ranges::max_element(places, {}, [](const auto& group) { return group.second.size(); });
   const auto longest = std::ranges::max(waiting, {}, [](const Record& of) { return of.seconds; });
   text += ": " + std::to_string(waiting.size()) + " of " + std::to_string(ranks) + (ranks == 1 ? " rank is " : " ranks are ") +
-          most->first;
+          largest(grouped(waiting, place_of)).first.second;
   if (longest.bytes > 0) {
-    text += " (" + megabytes(longest.bytes) + (longest.collectives.empty() ? "" : "; " + longest.collectives) + ")";
+    text += " (" + megabytes(static_cast<double>(longest.bytes)) +
+            (longest.collectives.empty() ? "" : "; " + longest.collectives) + ")";
   }
   std::vector<int> who;
   for (const auto& record : waiting) who.push_back(record.rank);
-  return text + ", for " + seconds(longest.seconds) + ": " + named(who) + ".";
+  return text + ", for " + in_seconds(longest.seconds) + ": " + named(who) + ".";
 }
 
 }  // namespace
 
 Report diagnose(const std::vector<Record>& records, int ranks) {
-  Findings found;
+  std::map<Cause, std::vector<Record>> found;
   std::vector<Record> waiting, elsewhere;
   std::set<int> known;
   for (const auto& record : records) known.insert(record.rank);
@@ -390,7 +342,7 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
   for (auto& record : without_those_that_followed(records)) {
     if (record.is_stale) record.windows = report.step - 1;  // no step ends without it
     if (const auto cause = cannot_go_on(record)) {
-      found.add(*cause, record);
+      found[*cause].push_back(record);
     } else {
       (record.waits() ? waiting : elsewhere).push_back(record);
     }
@@ -398,19 +350,25 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
   for (int rank = 0; rank < ranks; ++rank) {
     Record silent;
     silent.rank = rank;
-    if (!known.contains(rank)) found.add(Cause::silent, silent);
+    if (!known.contains(rank)) found[Cause::silent].push_back(silent);
   }
-  if (auto ways = unanswered(records)) found.add(std::move(*ways));
-  const bool some_cannot = !found.empty();
+  const auto ways = unanswered(records);
+  const bool some_cannot = ways || !found.empty();
   // If nobody waits for a bucket, ranks may wait for each other in the module's own collectives: those furthest behind count.
   auto last = Cause::slow;
   for (const auto& record : elsewhere) last = std::min(last, cause_of(record));
   for (const auto& record : elsewhere) {
     if (some_cannot && record.has_raised()) continue;  // because of a rank that cannot go on
     const auto cause = cause_of(record);
-    if (!waiting.empty() || (!some_cannot && place(cause) == place(last))) found.add(cause, record);
+    if (!waiting.empty() || (!some_cannot && cause == last)) found[cause].push_back(record);
   }
-  report.findings = found.take();
+  for (const auto& [cause, alike] : found) {
+    std::vector<int> of;
+    for (const auto& record : alike) of.push_back(record.rank);
+    report.findings.push_back({cause, of, sentence(cause, alike.front(), processes(alike))});
+  }
+  if (ways) report.findings.push_back(*ways);
+  std::ranges::sort(report.findings, {}, &Finding::cause);
   // A rank that goes on is no cause beside one that does not: it ends because a collective has failed, or is late with the rest.
   const auto is_slow = [](const Finding& of) { return of.cause == Cause::slow; };
   if (!std::ranges::all_of(report.findings, is_slow)) std::erase_if(report.findings, is_slow);
@@ -418,10 +376,8 @@ Report diagnose(const std::vector<Record>& records, int ranks) {
   report.prospect = prospect(report.findings, waiting, elsewhere);
   report.headline = headline(waiting, report.step, ranks);
   if (!report.findings.empty() && !report.findings.front().ranks.empty()) {
-    const auto first = report.findings.front().ranks.front();
-    for (const auto& record : records) {
-      if (record.rank == first) report.stack = record.stack;
-    }
+    const auto first = std::ranges::find(records, report.findings.front().ranks.front(), &Record::rank);
+    if (first != records.end()) report.stack = first->stack;
   }
   return report;
 }

@@ -1,7 +1,6 @@
 #include "watch/node.h"
 
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 
 namespace fastddp {
@@ -15,13 +14,6 @@ std::optional<Snapshot> try_to_read(const std::string& path) {
   }
 }
 
-std::string what_changes(const Snapshot& of) {
-  std::ostringstream out;
-  out << to_string(of.doing) << ' ' << of.windows << ' ' << of.tick << ' ' << of.finished << ' ' << of.gradients;
-  if (of.device_wait) out << ' ' << of.device_wait->window << ' ' << of.device_wait->bucket << ' ' << of.device_wait->has_begun;
-  return out.str();
-}
-
 }  // namespace
 
 void Node::look() {
@@ -30,7 +22,7 @@ void Node::look() {
     const auto found = try_to_read(path);
     if (!found || found->job != job_ || found->rank == rank_) continue;
     if (life_of(found->process) == Life::gone && mates_.contains(found->rank)) continue;
-    mates_[found->rank] = {path, *found, ""};
+    mates_[found->rank] = {path, *found, std::nullopt};
   }
 }
 
@@ -41,9 +33,8 @@ std::vector<Record> Node::records() {
     const auto now = try_to_read(mate.path);
     const bool is_the_same = now && now->job == job_ && now->rank == rank;
     if (is_the_same) mate.last = *now;
-    const auto changes = what_changes(mate.last);
-    const bool goes_on = is_the_same && changes != mate.told && !mate.told.empty();
-    mate.told = changes;
+    const bool goes_on = is_the_same && mate.told && mate.last != *mate.told;
+    mate.told = mate.last;
     // A rank without a page has ended: nobody else removes it.
     const auto life = is_the_same ? life_of(mate.last.process) : Life::gone;
     records.push_back(record_of(mate.last, life, goes_on ? 0.0 : mate.last.seconds));
@@ -61,8 +52,7 @@ std::string Node::awaited_elsewhere(const Record& of) const {
     if (!found || found->process.pid != of.process.pid || found->job == job_) continue;
     const auto other = record_of(*found, of.life, found->seconds);
     if (!other.waits()) continue;
-    return (other.of_parameters ? "the parameters of bucket " : "bucket ") + std::to_string(other.bucket.value_or(0)) +
-           " of another model (number " + std::to_string(found->number + 1) + " of its process)";
+    return bucket_in_words(other) + " of another model (number " + std::to_string(found->number + 1) + " of its process)";
   }
   return "";
 }

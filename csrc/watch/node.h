@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,7 +31,7 @@ class Node {
   struct Mate {
     std::string path;
     Snapshot last;
-    std::string told;  // the fields that change while it goes on, as of the last call
+    std::optional<Pulse> told;  // as of the last call
   };
 
   const uint64_t job_;

@@ -120,6 +120,7 @@ struct Reader {
   void read(std::string& field) const { field = value; }
   void read(Life& field) const { field = named(value, Life::unknown); }
   void read(What& field) const { field = named(value, What::agree); }
+  void read(WindowState& field) const { field = named(value, WindowState::failed); }
   void read(Record::Device& field) const { field = named(value, Record::Device::computes); }
   void read(std::vector<std::string>& field) const { field.push_back(value); }
   void read(std::vector<size_t>& field) const { field = numbers_in(value); }
@@ -138,10 +139,6 @@ struct Reader {
 int64_t ms_since_1970() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
-}
-
-bool is_fresh(const Record& record) {
-  return static_cast<double>(ms_since_1970() - record.written) * 1e-3 < kFreshRecord;
 }
 
 std::string ranges_of(const std::vector<size_t>& numbers) {
@@ -179,7 +176,7 @@ Record record_of(const Snapshot& snapshot, Life life, double still) {
   record.life = life;
   record.written = ms_since_1970();
   record.still = still;
-  record.state = to_string(WindowState(std::min(snapshot.state, static_cast<uint32_t>(WindowState::failed))));
+  record.state = WindowState(std::min(snapshot.state, static_cast<uint32_t>(WindowState::failed)));
   record.of_parameters = snapshot.doing == What::gather;
   if (snapshot.doing != What::tick && snapshot.doing != What::finish && !record.of_parameters) record.bucket.reset();
   if (snapshot.device_wait) {
@@ -203,6 +200,10 @@ Record record_of(const Snapshot& snapshot, Life life, double still) {
   if (!snapshot.device_wait) record.lacking = snapshot.missing();  // a window that the device is in has all gradients
   if (snapshot.last_parameter) record.last_parameter = snapshot.names[*snapshot.last_parameter];
   return record;
+}
+
+std::string bucket_in_words(const Record& record) {
+  return (record.of_parameters ? "the parameters of bucket " : "bucket ") + std::to_string(record.bucket.value_or(0));
 }
 
 std::string encode(const Record& record) {

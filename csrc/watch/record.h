@@ -11,17 +11,8 @@
 
 namespace fastddp {
 
-// What has come of its open window.
-struct OfGradients {
-  size_t missing_count = 0;          // how many gradients the next bucket lacks
-  std::vector<std::string> missing;  // the names of some of them
-  std::vector<size_t> lacking;       // all parameters whose gradients have not come
-  std::string last_parameter;        // that has come
-};
-
 // What its page does not say.
 struct BesideThePage {
-  std::string other_model;         // what it waits for in another model, if it does not wait in this one
   std::vector<std::string> stack;  // of its Python code, the innermost call last
   int64_t stack_at = 0;            // when, in ms since 1970
   // Its TCP connections (note [Links]): addresses that do not answer, and bytes that move in a second.
@@ -29,15 +20,21 @@ struct BesideThePage {
   double moved = 0;
 };
 
-struct Record : OfProcess, Position, OfGradients, BesideThePage {
+struct Record : OfProcess, Position, BesideThePage {
   Life life = Life::runs;
   int64_t written = 0;  // ms since 1970
   double still = 0;     // seconds since anything changed; a gradient that comes is a change
-  std::string state;    // of the window
+  WindowState state = WindowState::idle;
+  // Of the open window.
+  size_t missing_count = 0;          // how many gradients the next bucket lacks
+  std::vector<std::string> missing;  // the names of some of them
+  std::vector<size_t> lacking;       // all parameters whose gradients have not come
+  std::string last_parameter;        // that has come
   size_t buckets = 0;
   uint64_t bytes = 0;          // of `bucket`
   std::string collectives;     // that carry the bucket, by c10d's numbers, in words
   bool of_parameters = false;  // the bucket's, not its gradients
+  std::string other_model;     // what it waits for in another model, if it does not wait in this one
 
   // The rank has removed its page. What is said above may be old, except which rank it is. Not written to the store.
   bool is_stale = false;
@@ -50,19 +47,18 @@ struct Record : OfProcess, Position, OfGradients, BesideThePage {
   bool waits() const;
   // Whether its backward has raised, or a collective outside of it has failed, in an open step: mostly due to another rank.
   bool has_raised() const {
-    const bool in_backward = doing == What::after_backward && state == to_string(WindowState::reducing);
+    const bool in_backward = doing == What::after_backward && state == WindowState::reducing;
     return !is_stale && (fails_for_others || in_backward);
   }
 };
 
 int64_t ms_since_1970();
 
-// For so many seconds a record counts as what a rank does now.
-constexpr double kFreshRecord = 45.0;
-bool is_fresh(const Record& record);
-
 // What a page says. `still`: as the reader has measured it.
 Record record_of(const Snapshot& snapshot, Life life, double still);
+
+// "bucket 3", "the parameters of bucket 3".
+std::string bucket_in_words(const Record& record);
 
 // Ascending numbers as text, "0-3,7", and back.
 std::string ranges_of(const std::vector<size_t>& numbers);

@@ -53,6 +53,12 @@ std::string time_of_day(int64_t ms) {
   return text.data();
 }
 
+std::string formatted(const char* format, double number) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), format, number);
+  return text.data();
+}
+
 std::string Report::text(bool with_stack) const {
   std::string out = "fastddp: " + headline + " (" + time + ")";
   for (const auto& finding : findings) {

@@ -82,6 +82,12 @@ std::string listed(const Things& things) {
 }
 // "2026-11-24 14:02:41+0100", from ms since 1970.
 std::string time_of_day(int64_t ms);
+// A number as printf's `format` shows it.
+std::string formatted(const char* format, double number);
+// "6.5 s".
+inline std::string in_seconds(double seconds) {
+  return formatted("%.1f s", seconds);
+}
 // "rank 3", "ranks 1, 2".
 std::string named(const std::vector<int>& ranks);
 

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <iomanip>
 #include <numeric>
 #include <set>
-#include <sstream>
+#include <string>
+#include <tuple>
 
 #include "errors/see.h"
 #include "watch/last_words.h"
@@ -26,7 +26,8 @@ constexpr double kForOthersReport = 6.0;
 constexpr double kSlow = 3.0;    // times as long as for a network that is down
 constexpr double kForGil = 0.8;  // the Python thread looks twice a second
 constexpr double kFirstRewrite = 5.0, kLastRewrite = 20.0;
-static_assert(kFreshRecord > 2 * kLastRewrite);
+constexpr double kFresh = 45.0;  // for so many seconds a record counts as what a rank does now
+static_assert(kFresh > 2 * kLastRewrite);
 
 double seconds_since(std::chrono::steady_clock::time_point moment) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - moment).count();
@@ -67,10 +68,17 @@ StallWatch::~StallWatch() {
 }
 
 void StallWatch::end_thread() {
-  pauses_.end();
+  end_.request_stop();
   if (!thread_.joinable()) return;
   thread_.join();
   say_if_it_goes_on();  // the step may have gone on a moment ago
+}
+
+bool StallWatch::pause(double seconds) {
+  std::mutex unused;  // only this thread pauses
+  std::unique_lock lock(unused);
+  const auto ends = [&] { return end_.stop_requested(); };
+  return !pauses_.wait_for(lock, end_.get_token(), std::chrono::duration<double>(seconds), ends);
 }
 
 // Only results are progress: that the rank does something else is not enough.
@@ -81,10 +89,8 @@ void StallWatch::say_if_it_goes_on() {
   const bool goes_on = now.windows != before.windows || now.finished != before.finished || now.gradients != before.gradients ||
                        (before.device_wait && now.device_wait != before.device_wait);
   if (!goes_on) return;
-  std::ostringstream out;
-  out << "fastddp: step " << before.windows + 1 << " went on after " << std::fixed << std::setprecision(1)
-      << seconds_since(since) << " s (" << time_of_day(ms_since_1970()) << ")";
-  say(out.str());
+  say("fastddp: step " + std::to_string(before.windows + 1) + " went on after " + in_seconds(seconds_since(since)) + " (" +
+      time_of_day(ms_since_1970()) + ")");
   asked_.told.reset();
 }
 
@@ -187,8 +193,7 @@ Record StallWatch::own_record() const {
   record.other_model = node_.awaited_elsewhere(record);
   record.unanswered = {links_.unanswered().begin(), links_.unanswered().end()};
   record.moved = links_.moved();
-  record.stack = stack_.lines();
-  record.stack_at = stack_.at();
+  std::tie(record.stack, record.stack_at) = stack_.last();
   return record;
 }
 
@@ -270,13 +275,14 @@ std::optional<Report> StallWatch::outlasting(double patience, const Find& find) 
   return find();
 }
 
-// Pages are newer than what ranks wrote, and speak for ranks that can no longer write. Stacks and links are not in pages.
+// Pages are newer than what ranks wrote, and speak for ranks that can no longer write.
 std::vector<Record> StallWatch::all_records() {
   std::map<int, Record> records;
   std::vector<int> ranks(static_cast<size_t>(progress_->ranks()));
   std::iota(ranks.begin(), ranks.end(), 0);
   for (auto& record : board_.read(ranks)) {
-    if (is_fresh(record)) records[record.rank] = std::move(record);
+    const auto age = static_cast<double>(ms_since_1970() - record.written) * 1e-3;
+    if (age < kFresh) records[record.rank] = std::move(record);
   }
   for (auto& record : machine_records()) {
     const auto of = records.find(record.rank);
@@ -285,10 +291,7 @@ std::vector<Record> StallWatch::all_records() {
       record = of->second;  // what it wrote last
       record.life = life;
     } else if (of != records.end() && record.rank != progress_->rank()) {
-      record.stack = of->second.stack;
-      record.stack_at = of->second.stack_at;
-      record.unanswered = of->second.unanswered;
-      record.moved = of->second.moved;
+      static_cast<BesideThePage&>(record) = of->second;
     }
     records[record.rank] = record;
   }

@@ -5,10 +5,12 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stop_token>
 #include <string>
 #include <thread>
 #include <utility>
@@ -21,7 +23,6 @@
 #include "watch/diagnosis.h"
 #include "watch/links.h"
 #include "watch/node.h"
-#include "watch/pauses.h"
 #include "watch/wanted_stack.h"
 #include "watch/who_has.h"
 
@@ -107,7 +108,8 @@ class StallWatch {
   void run();
   void end_thread();
   std::optional<Report> find_who_has_ended(int looks = kLooks);
-  bool pause(double seconds) { return pauses_.pause(seconds); }
+  // Returns whether the thread goes on.
+  bool pause(double seconds);
   void look();
   void look_at_device();
   void say_if_it_goes_on();
@@ -137,7 +139,7 @@ class StallWatch {
 
   // What the last look has found.
   struct Seen {
-    Progress::Pulse pulse;
+    Pulse pulse;
     Clock::time_point changed, window_ended;
     bool node = false;  // the ranks of this machine
     bool device_fails = false;
@@ -154,7 +156,7 @@ class StallWatch {
     std::optional<Clock::time_point> again;   // when to look again: waiting may help, in this window
     std::optional<Prospect> said;             // the worst one, in this window
     struct Told {
-      Progress::Pulse pulse;
+      Pulse pulse;
       Clock::time_point since;  // the last change before the report
     };
     std::optional<Told> told;  // this rank's report of a step that may go on
@@ -179,7 +181,8 @@ class StallWatch {
   Asked asked_;
   Found found_;
   WantedStack stack_;
-  Pauses pauses_;
+  std::stop_source end_;  // of the thread
+  std::condition_variable_any pauses_;
   std::thread thread_;  // last: it uses the members above
 };
 

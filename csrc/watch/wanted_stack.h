@@ -34,13 +34,10 @@ class WantedStack {
     const std::lock_guard lock(mutex_);
     return std::exchange(is_new_, false);
   }
-  std::vector<std::string> lines() const {
+  // Its lines, and when they were given, in ms since 1970.
+  std::pair<std::vector<std::string>, int64_t> last() const {
     const std::lock_guard lock(mutex_);
-    return lines_;
-  }
-  int64_t at() const {
-    const std::lock_guard lock(mutex_);
-    return at_;
+    return {lines_, at_};
   }
   void forget() {
     const std::lock_guard lock(mutex_);
@@ -51,7 +48,7 @@ class WantedStack {
   mutable std::mutex mutex_;
   bool is_wanted_ = false;
   bool is_new_ = false;
-  int64_t at_ = 0;  // when it was given, in ms since 1970
+  int64_t at_ = 0;
   std::vector<std::string> lines_;
 };
 

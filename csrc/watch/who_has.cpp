@@ -20,7 +20,7 @@ constexpr double kForTheAnswer = 1.0;                      // seconds that it ma
 std::optional<Lack> lack_of(const Record& record, size_t window) {
   if (record.windows != window || record.is_stale) return std::nullopt;
   const bool waits = record.waits() && (record.lacking.empty() || record.seconds >= kLongWait);
-  if (!waits && record.state != to_string(WindowState::partial)) return std::nullopt;
+  if (!waits && record.state != WindowState::partial) return std::nullopt;
   return Lack{record.lacking, waits};
 }
 
