@@ -5,7 +5,6 @@
 #include <limits>
 
 #include "block8/kernels.h"
-#include "device/cuda_driver.h"
 #include "pack/kernels.h"
 
 namespace fastddp {
@@ -159,12 +158,6 @@ class AtenBlock8Kernels : public Block8Kernels {
 
 std::unique_ptr<Block8Kernels> make_aten_block8_kernels(Block8 format) {
   return std::make_unique<AtenBlock8Kernels>(format);
-}
-
-std::unique_ptr<Block8Kernels> make_block8_kernels(Block8 format, c10::Device device, Purpose purpose) {
-  if (device.is_cpu()) return make_cpu_block8_kernels(format);
-  if (CudaDriver::of(device.type()) == nullptr) return make_aten_block8_kernels(format);
-  return make_gpu_block8_kernels(format, device, purpose);
 }
 
 }  // namespace fastddp
