@@ -291,10 +291,6 @@ void bind_kernels(py::module_& m) {
       .value("untried", Trust::untried)
       .value("proven", Trust::proven)
       .value("given_up", Trust::given_up);
-  m.def(
-      "has_kernel",
-      [](c10::Device device, const std::string& name) { return find_kernel(device, name, Purpose::training) != nullptr; },
-      py::arg("device"), py::arg("name"), no_gil, "Whether it is loaded and proven.");
   m.def("trust_in_kernel", &trust_in, py::arg("device"), py::arg("name"), no_gil,
         "None if it has neither been loaded nor given up.");
   m.def("prove_kernel", &note_proven, py::arg("device"), py::arg("name"), no_gil,
