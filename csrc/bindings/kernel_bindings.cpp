@@ -3,7 +3,7 @@
 #include "audit/digests.h"
 #include "bindings/bindings.h"
 #include "block8/tables.h"
-#include "device/compiled_kernels.h"
+#include "device/launcher.h"
 #include "low_rank/tables.h"
 #include "pack/address_table.h"
 #include "transport/sum_shards.h"
@@ -42,12 +42,9 @@ std::vector<std::pair<double, int64_t>> pairs(const LocalSums& sums) {
 // remains for a kernel.
 std::tuple<std::map<std::string, Words>, std::optional<c10::ScalarType>, std::optional<c10::ScalarType>> pack_tables(
     const OptionalTensors& gradients, const Tensors& views, int64_t chunk_elements, bool writable) {
-  const auto given = slots(gradients, views);
-  TableWords words;
+  const TableWords words(slots(gradients, views), writable);
   Words left;
-  for (size_t i = 0; i < given.size(); ++i) {
-    if (!words.add(given[i], writable)) left.push_back(static_cast<int64_t>(i));
-  }
+  for (const auto& slot : words.rest()) left.push_back(static_cast<int64_t>(slot.member));
   if (words.empty()) return {{{"left", left}}, std::nullopt, std::nullopt};
   return {{{"left", left},
            {"wire", {reinterpret_cast<int64_t>(words.wire())}},
@@ -84,6 +81,15 @@ std::vector<BlockedGradient> blocked(const Blocked& given) {
   return gradients;
 }
 
+// What an object's launcher says; 0 where it has none.
+template <typename Result>
+auto of_launcher(Result (Launcher::*method)() const) {
+  return [method](const CallsKernels& kernels) {
+    const auto* launcher = kernels.launcher();
+    return launcher == nullptr ? Result() : (launcher->*method)();
+  };
+}
+
 Purpose purpose(bool trial) {
   return trial ? Purpose::trial : Purpose::training;
 }
@@ -113,10 +119,10 @@ void bind_kernels(py::module_& m) {
           },
           py::arg("slices"), py::arg("device"), no_gil);
 
-  py::class_<CallsKernels>(m, "CallsKernels", "csrc/device/compiled_kernels.h.")
-      .def("wrote_around", &CallsKernels::wrote_around, no_gil)
-      .def_property_readonly("launches", &CallsKernels::launches)
-      .def_property_readonly("uploads", &CallsKernels::uploads);
+  py::class_<CallsKernels>(m, "CallsKernels", "csrc/device/launcher.h.")
+      .def("wrote_around", of_launcher(&Launcher::wrote_around), no_gil)
+      .def_property_readonly("launches", of_launcher(&Launcher::launches))
+      .def_property_readonly("uploads", of_launcher(&Launcher::uploads));
 
   py::class_<Kernels, CallsKernels>(m, "Kernels", "Moves gradients to a wire and back, as the reducer does for one bucket.")
       .def(py::init([](c10::Device device, bool trial) { return make_kernels(device, purpose(trial)); }), py::arg("device"),
@@ -285,10 +291,6 @@ void bind_kernels(py::module_& m) {
       .value("untried", Trust::untried)
       .value("proven", Trust::proven)
       .value("given_up", Trust::given_up);
-  m.def(
-      "has_kernel",
-      [](c10::Device device, const std::string& name) { return find_kernel(device, name, Purpose::training) != nullptr; },
-      py::arg("device"), py::arg("name"), no_gil, "Whether it is loaded and proven.");
   m.def("trust_in_kernel", &trust_in, py::arg("device"), py::arg("name"), no_gil,
         "None if it has neither been loaded nor given up.");
   m.def("prove_kernel", &note_proven, py::arg("device"), py::arg("name"), no_gil,

@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "device/compiled_kernels.h"
+#include "device/launcher.h"
 
 namespace fastddp {
 
@@ -79,8 +79,6 @@ std::unique_ptr<Block8Kernels> make_block8_kernels(Block8 format, c10::Device de
 
 // One pass each, over at::parallel_for, with the processor's widest vectors of at most so many bits.
 std::unique_ptr<Block8Kernels> make_cpu_block8_kernels(Block8 format, int64_t most_vector_bits = 512);
-std::unique_ptr<Block8Kernels> make_gpu_block8_kernels(Block8 format, c10::Device device,
-                                                       Purpose purpose);  // launches the Triton kernels
-std::unique_ptr<Block8Kernels> make_aten_block8_kernels(Block8 format);   // torch's operators, on every device
+std::unique_ptr<Block8Kernels> make_aten_block8_kernels(Block8 format);  // torch's operators, on every device
 
 }  // namespace fastddp

@@ -5,7 +5,6 @@
 #include <limits>
 
 #include "block8/kernels.h"
-#include "device/cuda_driver.h"
 #include "pack/kernels.h"
 
 namespace fastddp {
@@ -100,13 +99,12 @@ class AtenBlock8Kernels : public Block8Kernels {
     const auto [rounded, bytes] = round(y * (largest / safe), rounding, first_element);
     const auto scale = safe / largest;
     const auto values = at::where(is_written, rounded * scale, 0.0f);
-    const auto [scales, places_of_bytes] = parts(wire);
+    auto [scales, places_of_bytes] = parts(wire);
     const auto [group, place] = places(begin, y.size(0), wire);
-    auto scales_to_write = scales, bytes_to_write = places_of_bytes;
     const auto nan = at::full({}, std::numeric_limits<float>::quiet_NaN(), y.options());
     const auto of_blocks = at::where(is_finite, at::where(is_zero, at::zeros_like(scale), scale), nan);
-    scales_to_write.index_put_({group, place}, of_blocks.squeeze(1));
-    bytes_to_write.index_put_({group, place}, at::where(is_written, bytes, at::zeros_like(bytes)));
+    scales.index_put_({group, place}, of_blocks.squeeze(1));
+    places_of_bytes.index_put_({group, place}, at::where(is_written, bytes, at::zeros_like(bytes)));
     return at::where(is_finite, y - values, 0.0f);
   }
 
@@ -159,12 +157,6 @@ class AtenBlock8Kernels : public Block8Kernels {
 
 std::unique_ptr<Block8Kernels> make_aten_block8_kernels(Block8 format) {
   return std::make_unique<AtenBlock8Kernels>(format);
-}
-
-std::unique_ptr<Block8Kernels> make_block8_kernels(Block8 format, c10::Device device, Purpose purpose) {
-  if (device.is_cpu()) return make_cpu_block8_kernels(format);
-  if (CudaDriver::of(device.type()) == nullptr) return make_aten_block8_kernels(format);
-  return make_gpu_block8_kernels(format, device, purpose);
 }
 
 }  // namespace fastddp

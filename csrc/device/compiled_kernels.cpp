@@ -1,7 +1,6 @@
 #include "device/compiled_kernels.h"
 
 #include <map>
-#include <memory>
 #include <mutex>
 #include <tuple>
 
@@ -16,22 +15,28 @@ using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, std::string>;
 
 std::mutex kernels_mutex;
 
-std::map<Key, std::unique_ptr<LoadedKernel>>& loaded() {
-  static auto& all = *new std::map<Key, std::unique_ptr<LoadedKernel>>();  // Note [Never destroyed]
-  return all;
-}
+// What is known of a kernel: it is loaded, or given up, or first the one and then the other.
+struct Known {
+  std::optional<LoadedKernel> loaded;
+  Trust trust = Trust::untried;
+  std::optional<GivenUp> given_up;
+};
 
-std::map<Key, GivenUp>& gone() {
-  static auto& all = *new std::map<Key, GivenUp>();  // Note [Never destroyed]
+std::map<Key, Known>& kernels() {
+  static auto& all = *new std::map<Key, Known>();  // Note [Never destroyed]
   return all;
 }
 
 Key key(c10::Device device, const std::string& name) {
-  TORCH_CHECK_VALUE(device.has_index(), "fastddp: device '", device, "' has no index; name one, as in '", device, ":0'");
-  return {device.type(), device.index(), name};
+  return {device.type(), with_index(device).index(), name};
 }
 
 }  // namespace
+
+c10::Device with_index(c10::Device device) {
+  TORCH_CHECK_VALUE(device.has_index(), "fastddp: device '", device, "' has no index; name one, as in '", device, ":0'");
+  return device;
+}
 
 void load_kernel(c10::Device device, const CompiledKernel& kernel, std::string place, Trust trust) {
   const auto* driver = CudaDriver::of(device.type());
@@ -41,42 +46,38 @@ void load_kernel(c10::Device device, const CompiledKernel& kernel, std::string p
   auto* function =
       driver->load(device, kernel.cubin, kernel.name, kernel.shared_bytes, kernel.parameters + kernel.scratch_parameters);
   const LaunchableFunction launchable{function, kWarp * kernel.warps, kernel.shared_bytes};
-  std::unique_ptr<LoadedKernel> made(
-      new LoadedKernel{device, kernel.name, launchable, kernel.parameters, kernel.tile, std::move(place), trust});
+  LoadedKernel made{device, kernel.name, launchable, kernel.parameters, kernel.tile, std::move(place)};
   const std::lock_guard lock(kernels_mutex);
-  loaded().try_emplace(key(device, kernel.name), std::move(made));
+  kernels().try_emplace(key(device, kernel.name), Known{std::move(made), trust, {}});
 }
 
 const LoadedKernel* find_kernel(c10::Device device, const std::string& name, Purpose purpose) {
   const std::lock_guard lock(kernels_mutex);
-  const auto found = loaded().find(key(device, name));
-  if (found == loaded().end()) return nullptr;
-  const Trust trust = found->second->trust;
-  const bool may = trust == Trust::proven || (trust == Trust::untried && purpose == Purpose::trial);
-  return may ? found->second.get() : nullptr;
+  const auto found = kernels().find(key(device, name));
+  if (found == kernels().end()) return nullptr;
+  const auto& [loaded, trust, given_up] = found->second;
+  return trust == Trust::proven || (trust == Trust::untried && purpose == Purpose::trial) ? &*loaded : nullptr;
 }
 
 std::optional<Trust> trust_in(c10::Device device, const std::string& name) {
   const std::lock_guard lock(kernels_mutex);
-  const auto where = key(device, name);
-  if (gone().contains(where)) return Trust::given_up;
-  const auto found = loaded().find(where);
-  return found == loaded().end() ? std::nullopt : std::optional(found->second->trust.load());
+  const auto found = kernels().find(key(device, name));
+  return found == kernels().end() ? std::nullopt : std::optional(found->second.trust);
 }
 
 void note_proven(c10::Device device, const std::string& name) {
   const std::lock_guard lock(kernels_mutex);
-  const auto found = loaded().find(key(device, name));
-  auto untried = Trust::untried;
-  if (found != loaded().end()) found->second->trust.compare_exchange_strong(untried, Trust::proven);
+  const auto found = kernels().find(key(device, name));
+  if (found != kernels().end() && found->second.trust == Trust::untried) found->second.trust = Trust::proven;
 }
 
 std::string note_given_up(const GivenUp& kernel) {
   {
     const std::lock_guard lock(kernels_mutex);
-    const auto where = key(kernel.device, kernel.name);
-    if (const auto found = loaded().find(where); found != loaded().end()) found->second->trust = Trust::given_up;
-    if (!gone().try_emplace(where, kernel).second) return "";
+    auto& known = kernels()[key(kernel.device, kernel.name)];
+    if (known.trust == Trust::given_up) return "";
+    known.trust = Trust::given_up;
+    known.given_up = kernel;
   }
   return c10::str("fastddp: the kernel ", kernel.name, " is not used any more on ", kernel.device, " (", kernel.place,
                   "): ", kernel.reason,
@@ -87,7 +88,9 @@ std::string note_given_up(const GivenUp& kernel) {
 std::vector<GivenUp> given_up() {
   const std::lock_guard lock(kernels_mutex);
   std::vector<GivenUp> all;
-  for (const auto& [where, kernel] : gone()) all.push_back(kernel);
+  for (const auto& [where, kernel] : kernels()) {
+    if (kernel.given_up) all.push_back(*kernel.given_up);
+  }
   return all;
 }
 

@@ -5,7 +5,6 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
-#include <atomic>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -46,11 +45,13 @@ struct LoadedKernel {
   size_t parameters;
   std::vector<int64_t> tile;
   std::string place;  // kind of device, driver and compiler, in words
-  mutable std::atomic<Trust> trust;
 };
 
-// Loads a kernel. One of the same name that is already known stays as it is. Raises where there is no CUDA driver. `place`,
-// `trust`: LoadedKernel's.
+// The device. Raises if it has no index.
+c10::Device with_index(c10::Device device);
+
+// Loads a kernel. One of the same name that is already known stays as it is. Raises where there is no CUDA driver. `place`:
+// LoadedKernel's.
 void load_kernel(c10::Device device, const CompiledKernel& kernel, std::string place, Trust trust);
 
 // Null if no kernel of this name is loaded onto the device, or if it may not be launched for this purpose.
@@ -74,57 +75,9 @@ std::vector<GivenUp> given_up();
 // The driver has refused to launch one of these kernels: gives all of them up, with a warning.
 void give_up(std::initializer_list<const LoadedKernel*> kernels, const LaunchError& error);
 
-// Does the work, by `launch`, which launches these kernels, or by `operators` if the driver refuses.
-template <typename Launch, typename Operators>
-void launch_or_else(std::initializer_list<const LoadedKernel*> kernels, const Launch& launch, const Operators& operators) {
-  try {
-    return launch();
-  } catch (const LaunchError& error) {
-    give_up(kernels, error);
-  }
-  operators();
-}
-
-// What each of the objects that call kernels tells of itself.
-class CallsKernels {
- public:
-  virtual ~CallsKernels() = default;
-  // How many kernels it has launched, and how many tables it has sent to the device, so far.
-  virtual size_t launches() const { return 0; }
-  virtual size_t uploads() const { return 0; }
-  // In a trial: whether a kernel has written beside what it was given. The host waits for the device.
-  virtual bool wrote_around() const { return false; }
-};
-
 // The dtype as names of kernels have it: "fp32".
 const char* triton_name(c10::ScalarType dtype);
 
-constexpr size_t kMostScratch = 2;
-
-// Launches kernels on one device, and counts the launches.
-class Launcher {
- public:
-  Launcher(c10::Device device, const CudaDriver& driver) : device_(device), driver_(driver) {}
-
-  // Launches on the device's current stream. Arguments are pointers, double and int64_t, as the kernel's module lists them. No
-  // programs (no elements): no launch.
-  template <typename... Arguments>
-  void run(const LoadedKernel& kernel, unsigned programs, Arguments... arguments) {
-    static_assert(((sizeof(Arguments) == 8) && ...));
-    TORCH_INTERNAL_ASSERT(sizeof...(Arguments) == kernel.parameters);
-    if (programs == 0) return;
-    const void* scratch = nullptr;
-    void* parameters[sizeof...(Arguments) + kMostScratch] = {&arguments..., &scratch, &scratch};
-    driver_.launch(kernel.function, programs, device_, parameters);
-    ++launches_;
-  }
-
-  size_t launches() const { return launches_; }
-
- private:
-  const c10::Device device_;
-  const CudaDriver& driver_;
-  size_t launches_ = 0;
-};
+constexpr size_t kMostScratch = 2;  // pointers that a launch passes for a kernel's scratch memory
 
 }  // namespace fastddp

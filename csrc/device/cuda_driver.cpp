@@ -174,10 +174,6 @@ void CudaDriver::check_device(c10::Device device) const {
   if (result != kNotReady) check(result, "asking whether the device goes on");
 }
 
-bool CudaDriver::is_capturing(c10::Device device) const {
-  return is_captured(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-}
-
 bool CudaDriver::is_captured(const c10::Stream& stream) const {
   auto* handle = c10::impl::VirtualGuardImpl(stream.device_type()).getStreamNativeHandle(stream);
   if (handle == nullptr) return false;  // the default stream, which cannot be captured
@@ -236,7 +232,7 @@ std::string CudaDriver::words(int result, const char* what) const {
 
 bool is_capturing(c10::Device device) {
   const auto* driver = CudaDriver::of(device.type());
-  return driver != nullptr && driver->is_capturing(device);
+  return driver != nullptr && driver->is_captured(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
 bool is_captured(const c10::Stream& stream) {

@@ -50,8 +50,7 @@ class CudaDriver {
   // is captured.
   void check_device(c10::Device device) const;
 
-  // Whether the device's current stream is being recorded as a graph.
-  bool is_capturing(c10::Device device) const;
+  // Whether the stream is being recorded as a graph.
   bool is_captured(const c10::Stream& stream) const;
 
   // While it lives, this thread may allocate memory and query events although a stream is being captured.
@@ -82,7 +81,7 @@ class CudaDriver {
 
 // The same of the device's driver. Without one: nothing, false, or null.
 void check_device(c10::Device device);
-bool is_capturing(c10::Device device);
+bool is_capturing(c10::Device device);  // its current stream
 bool is_captured(const c10::Stream& stream);
 std::unique_ptr<CudaDriver::RelaxedCapture> relaxed_capture(c10::Device device);
 

@@ -51,11 +51,12 @@ const Staged& kept_for_graphs(const Words& words, c10::Device device) {
 }  // namespace
 
 const at::Tensor& DeviceTable::refresh(Words key, const std::function<Words()>& words) {
-  if (driver_.is_capturing(device_)) {
-    const CudaDriver::RelaxedCapture allow(driver_, device_);
-    const auto& table = kept_for_graphs(words ? words() : key, device_);
+  const auto device = launcher_.device();
+  if (is_capturing(device)) {
+    const auto allowed = relaxed_capture(device);
+    const auto& table = kept_for_graphs(words ? words() : key, device);
     send(table);
-    ++uploads_;
+    launcher_.note_upload();
     of_capture_ = table.on_device;
     return of_capture_;
   }
@@ -63,9 +64,9 @@ const at::Tensor& DeviceTable::refresh(Words key, const std::function<Words()>& 
   if (key != last.key || !last.on_device.defined()) {
     std::swap(last, other);
     if (key != last.key || !last.on_device.defined()) {
-      const auto table = stage(words ? words() : key, device_);
+      const auto table = stage(words ? words() : key, device);
       send(table);
-      ++uploads_;
+      launcher_.note_upload();
       last = {std::move(key), table.on_device};
     }
   }

@@ -5,9 +5,10 @@
 
 #include <array>
 #include <functional>
+#include <utility>
 #include <vector>
 
-#include "device/cuda_driver.h"
+#include "device/launcher.h"
 
 namespace fastddp {
 
@@ -15,25 +16,42 @@ using Words = std::vector<int64_t>;
 
 class DeviceTable {
  public:
-  DeviceTable(c10::Device device, const CudaDriver& driver) : device_(device), driver_(driver) {}
+  explicit DeviceTable(Launcher& launcher) : launcher_(launcher) {}
 
   // The table on the device, in the order of the current stream. `words` makes it from what `key` decides, and is called when
   // `key` is neither of the last two, or in a capture: nothing is uploaded in a steady state, also where two buffers change
   // places in each step. Without `words`, the key is the table.
   const at::Tensor& refresh(Words key, const std::function<Words()>& words = {});
 
-  size_t uploads() const { return uploads_; }
-
  private:
-  c10::Device device_;
-  const CudaDriver& driver_;
+  Launcher& launcher_;
   struct Sent {
     Words key;
     at::Tensor on_device;
   };
   std::array<Sent, 2> sent_;  // the last one first
   at::Tensor of_capture_;
-  size_t uploads_ = 0;
+};
+
+// The two tables of one kind of launch. Each kind has its own, since they run on different streams.
+class LaunchTables {
+ public:
+  explicit LaunchTables(Launcher& launcher) : addresses_(launcher), rows_(launcher) {}
+
+  struct OnDevice {
+    at::Tensor addresses;  // of tensors, with what else the kernel has to know of each
+    at::Tensor rows;       // one for each program: which part of the tensors it works on
+    int64_t programs;
+  };
+  // As DeviceTable::refresh(). `rows` depends on `shapes` alone.
+  OnDevice refresh(Words addresses, Words shapes, const std::function<Words()>& rows, int64_t words_a_row) {
+    const auto& on_device = rows_.refresh(std::move(shapes), rows);
+    return {addresses_.refresh(std::move(addresses)), on_device, on_device.numel() / words_a_row};
+  }
+
+ private:
+  DeviceTable addresses_;
+  DeviceTable rows_;
 };
 
 }  // namespace fastddp

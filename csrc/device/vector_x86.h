@@ -152,26 +152,19 @@ inline bool has_avx512() {
 
 // Each vector_ function does as many leading elements as fill whole vectors, and returns their number. The caller does the rest.
 
+// `squares`, if not null, gets those of the elements that it converts, before they are scaled, added to it.
 template <typename Source, typename Destination>
-int64_t vector_convert(const Source* source, Destination* destination, int64_t count, float scale, bool past_caches) {
+int64_t vector_convert(const Source* source, Destination* destination, int64_t count, float scale, bool past_caches,
+                       double* squares = nullptr) {
 #if defined(__x86_64__)
   if (has_avx2()) {
-    double squares = 0;
-    return past_caches ? convert_avx2<true, false>(source, destination, count, scale, squares)
-                       : convert_avx2<false, false>(source, destination, count, scale, squares);
-  }
-#endif
-  return 0;
-}
-
-// squares += the squares of the elements that it converts, before they are scaled.
-template <typename Source, typename Destination>
-int64_t vector_convert_measuring(const Source* source, Destination* destination, int64_t count, float scale, bool past_caches,
-                                 double& squares) {
-#if defined(__x86_64__)
-  if (has_avx2()) {
-    return past_caches ? convert_avx2<true, true>(source, destination, count, scale, squares)
-                       : convert_avx2<false, true>(source, destination, count, scale, squares);
+    double unread = 0;
+    if (squares == nullptr) {
+      return past_caches ? convert_avx2<true, false>(source, destination, count, scale, unread)
+                         : convert_avx2<false, false>(source, destination, count, scale, unread);
+    }
+    return past_caches ? convert_avx2<true, true>(source, destination, count, scale, *squares)
+                       : convert_avx2<false, true>(source, destination, count, scale, *squares);
   }
 #endif
   return 0;

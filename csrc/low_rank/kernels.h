@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "device/compiled_kernels.h"
+#include "device/launcher.h"
 
 namespace fastddp {
 
@@ -56,10 +56,8 @@ constexpr const char* kNoGradient = "fastddp: no gradient to reconstruct into";
 // The kernels that fit the device, as make_kernels().
 std::unique_ptr<LowRankKernels> make_low_rank_kernels(c10::Device device, Purpose purpose = Purpose::training);
 
-std::unique_ptr<LowRankKernels> make_cpu_low_rank_kernels();  // one pass each, vectorised, spread over at::parallel_for
-std::unique_ptr<LowRankKernels> make_gpu_low_rank_kernels(c10::Device device,
-                                                          Purpose purpose);  // launches the Triton kernels
-std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels();                // torch's operators, on every device
+std::unique_ptr<LowRankKernels> make_cpu_low_rank_kernels();   // one pass each, vectorised, spread over at::parallel_for
+std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels();  // torch's operators, on every device
 
 // The seed of the random vectors of one basis.
 inline uint64_t seed_of(const Basis& basis, uint64_t seed) {

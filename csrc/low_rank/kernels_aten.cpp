@@ -4,7 +4,6 @@
 
 #include <bit>
 
-#include "device/cuda_driver.h"
 #include "low_rank/kernels.h"
 #include "pack/kernels.h"
 
@@ -98,12 +97,6 @@ class AtenLowRankKernels : public LowRankKernels {
 
 std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels() {
   return std::make_unique<AtenLowRankKernels>();
-}
-
-std::unique_ptr<LowRankKernels> make_low_rank_kernels(c10::Device device, Purpose purpose) {
-  if (device.is_cpu()) return make_cpu_low_rank_kernels();
-  if (CudaDriver::of(device.type()) == nullptr) return make_aten_low_rank_kernels();
-  return make_gpu_low_rank_kernels(device, purpose);
 }
 
 }  // namespace fastddp

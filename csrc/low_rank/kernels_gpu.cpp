@@ -3,90 +3,51 @@
 #include <algorithm>
 #include <bit>
 
-#include "device/scratch.h"
 #include "low_rank/tables.h"
-#include "pack/kernels.h"
 
 namespace fastddp {
 namespace {
 
-// The tables of one kind of call. Each kind has its own, since they run on different streams.
-struct Tables {
-  Tables(c10::Device device, const CudaDriver& driver) : rows(device, driver), blocks(device, driver), sums(device, driver) {}
-
-  size_t uploads() const { return rows.uploads() + blocks.uploads() + sums.uploads(); }
-
-  DeviceTable rows;    // of matrices or bases, with their addresses
-  DeviceTable blocks;  // a row for each program
-  DeviceTable sums;
-};
-
-unsigned programs_of(const at::Tensor& table, int64_t words_a_row) {
-  return static_cast<unsigned>(table.numel() / words_a_row);
-}
-
 class GpuLowRankKernels : public LowRankKernels {
  public:
-  GpuLowRankKernels(c10::Device device, const CudaDriver& driver, Purpose purpose)
-      : device_(device),
-        purpose_(purpose),
-        launcher_(device, driver),
-        scratch_(device, purpose),
-        compress_(device, driver),
-        project_(device, driver),
-        reconstruct_(device, driver),
-        zeroed_(device, driver),
-        refilled_(device, driver) {}
+  GpuLowRankKernels(c10::Device device, Purpose purpose) : launcher_(device, purpose) {}
 
   void compress(const std::vector<LowRankMatrix>& matrices, double scale) override {
     const auto* kernel = find("compress", matrices);
-    if (kernel == nullptr) return otherwise_->compress(matrices, scale);
-    const auto& rows = compress_.rows.refresh(matrix_words(matrices));
-    const auto& blocks =
-        compress_.blocks.refresh(shape_words(matrices), [&] { return compress_blocks(matrices, kernel->tile.at(0)); });
-    launch_or_else(
-        {kernel},
-        [&] {
-          launcher_.run(*kernel, programs_of(blocks, kBlockWords), rows.const_data_ptr(), blocks.const_data_ptr(), scale);
-        },
-        [&] { otherwise_->compress(matrices, scale); });
+    const bool is_done = launched({kernel}, [&] {
+      const auto blocks = [&] { return compress_blocks(matrices, kernel->tile.at(0)); };
+      const auto tables = compress_.refresh(matrix_words(matrices), shape_words(matrices), blocks, kBlockWords);
+      launcher_.run(*kernel, tables.programs, tables.addresses, tables.rows, scale);
+    });
+    if (!is_done) otherwise_->compress(matrices, scale);
   }
 
   void project(const std::vector<LowRankMatrix>& matrices, double scale) override {
     const auto* kernel = find("project", matrices);
-    const auto* adder = find_kernel(device_, "fastddp_sum_partials", purpose_);
-    if (kernel == nullptr || adder == nullptr) return otherwise_->project(matrices, scale);
-    const auto columns = kernel->tile.at(0), elements = adder->tile.at(0);
-    const auto& rows = project_.rows.refresh(matrix_words(matrices));
-    const auto shapes = shape_words(matrices);
-    const auto& blocks = project_.blocks.refresh(shapes, [&] { return project_blocks(matrices, columns); });
-    const auto& runs = project_.sums.refresh(shapes, [&] { return sums(matrices, columns, elements); });
-    const auto partials = scratch_.empty({partial_numbers(matrices, columns)}, at::kFloat);
-    launch_or_else(
-        {kernel, adder},
-        [&] {
-          launcher_.run(*kernel, programs_of(blocks, kBlockWords), rows.const_data_ptr(), blocks.const_data_ptr(),
-                        partials.const_data_ptr());
-          launcher_.run(*adder, programs_of(runs, kSumWords), rows.const_data_ptr(), runs.const_data_ptr(),
-                        partials.const_data_ptr(), scale);
-        },
-        [&] { otherwise_->project(matrices, scale); });
+    const auto* adder = launcher_.find("fastddp_sum_partials");
+    const bool is_done = launched({kernel, adder}, [&] {
+      const auto columns = kernel->tile.at(0), elements = adder->tile.at(0);
+      const auto blocks = [&] { return project_blocks(matrices, columns); };
+      const auto tables = project_.refresh(matrix_words(matrices), shape_words(matrices), blocks, kBlockWords);
+      const auto& runs = sums_.refresh(shape_words(matrices), [&] { return sums(matrices, columns, elements); });
+      const auto partials = launcher_.empty({partial_numbers(matrices, columns)}, at::kFloat);
+      launcher_.run(*kernel, tables.programs, tables.addresses, tables.rows, partials);
+      launcher_.run(*adder, runs.numel() / kSumWords, tables.addresses, runs, partials, scale);
+    });
+    if (!is_done) otherwise_->project(matrices, scale);
   }
 
   at::Tensor reconstruct(const std::vector<LowRankMatrix>& matrices) override {
     const auto* kernel = find("reconstruct", matrices);
-    if (kernel == nullptr) return otherwise_->reconstruct(matrices);
-    for (const auto& matrix : matrices) TORCH_CHECK(matrix.gradient.defined(), kNoGradient);
-    const auto& rows = reconstruct_.rows.refresh(matrix_words(matrices));
-    const auto& blocks = reconstruct_.blocks.refresh(
-        shape_words(matrices), [&] { return reconstruct_blocks(matrices, kernel->tile.at(0), kernel->tile.at(1)); });
-    const auto programs = programs_of(blocks, kBlockWords);
-    const auto measured = scratch_.empty({programs, 2}, at::kDouble);
-    launch_or_else(
-        {kernel},
-        [&] { launcher_.run(*kernel, programs, rows.const_data_ptr(), blocks.const_data_ptr(), measured.const_data_ptr()); },
-        [&] { write_sums(otherwise_->reconstruct(matrices), measured); });
-    return measured;
+    at::Tensor measured;
+    const bool is_done = launched({kernel}, [&] {
+      for (const auto& matrix : matrices) TORCH_CHECK(matrix.gradient.defined(), kNoGradient);
+      const auto blocks = [&] { return reconstruct_blocks(matrices, kernel->tile.at(0), kernel->tile.at(1)); };
+      const auto tables = reconstruct_.refresh(matrix_words(matrices), shape_words(matrices), blocks, kBlockWords);
+      measured = launcher_.empty({tables.programs, 2}, at::kDouble);
+      launcher_.run(*kernel, tables.programs, tables.addresses, tables.rows, measured);
+    });
+    return is_done ? measured : otherwise_->reconstruct(matrices);
   }
 
   void orthogonalise(const std::vector<Basis>& bases, double epsilon, std::optional<uint64_t> refill) override {
@@ -96,45 +57,31 @@ class GpuLowRankKernels : public LowRankKernels {
     const auto* gram = std::ranges::any_of(bases, is_double) ? nullptr : find("gram", rank);
     const auto* once = find("orthonormalise", rank);
     const auto* twice = find("reorthonormalise", rank);
-    if (gram == nullptr || once == nullptr || twice == nullptr) {
-      return otherwise_->orthogonalise(bases, epsilon, refill);
-    }
-    auto& tables = refill.has_value() ? refilled_ : zeroed_;
-    const auto lines = gram->tile.at(0), padded = gram->tile.at(1);
-    const auto& rows = tables.rows.refresh(basis_words(bases, lines));
-    Words lengths;
-    for (const auto& basis : bases) lengths.push_back(basis.vectors.size(0));
-    const auto& blocks = tables.blocks.refresh(std::move(lengths), [&] { return basis_blocks(bases, lines); });
-    const auto programs = programs_of(blocks, kBasisBlockWords);
-    const auto grams = scratch_.empty({programs, padded, padded}, at::kDouble);
-    const auto next_grams = scratch_.empty({programs, padded, padded}, at::kDouble);
-    const auto *first = grams.const_data_ptr(), *second = next_grams.const_data_ptr();
-    const auto *bases_there = rows.const_data_ptr(), *blocks_there = blocks.const_data_ptr();
-    const int64_t refills = refill.has_value() ? 1 : 0;
-    const auto seed = std::bit_cast<int64_t>(refill.value_or(0));
-    launch_or_else(
-        {gram, once, twice},
-        [&] {
-          launcher_.run(*gram, programs, bases_there, blocks_there, first);
-          launcher_.run(*once, programs, bases_there, blocks_there, first, second, epsilon, refills, seed);
-          launcher_.run(*twice, programs, bases_there, blocks_there, second, first, 0.0, refills, seed);
-        },
-        [&] { otherwise_->orthogonalise(bases, epsilon, refill); });
+    const bool is_done = launched({gram, once, twice}, [&] {
+      const auto lines = gram->tile.at(0), padded = gram->tile.at(1);
+      Words lengths;
+      for (const auto& basis : bases) lengths.push_back(basis.vectors.size(0));
+      auto& of_these = refill.has_value() ? refilled_ : zeroed_;
+      const auto [addresses, rows, programs] = of_these.refresh(
+          basis_words(bases, lines), std::move(lengths), [&] { return basis_blocks(bases, lines); }, kBasisBlockWords);
+      const auto first = launcher_.empty({programs, padded, padded}, at::kDouble);
+      const auto second = launcher_.empty({programs, padded, padded}, at::kDouble);
+      const int64_t refills = refill.has_value() ? 1 : 0;
+      const auto seed = std::bit_cast<int64_t>(refill.value_or(0));
+      launcher_.run(*gram, programs, addresses, rows, first);
+      launcher_.run(*once, programs, addresses, rows, first, second, epsilon, refills, seed);
+      launcher_.run(*twice, programs, addresses, rows, second, first, 0.0, refills, seed);
+    });
+    if (!is_done) otherwise_->orthogonalise(bases, epsilon, refill);
   }
 
-  size_t launches() const override { return launcher_.launches(); }
-
-  size_t uploads() const override {
-    return compress_.uploads() + project_.uploads() + reconstruct_.uploads() + zeroed_.uploads() + refilled_.uploads();
-  }
-
-  bool wrote_around() const override { return scratch_.wrote_around(); }
+  const Launcher* launcher() const override { return &launcher_; }
 
  private:
   // The loaded kernel for the smallest rank that is at least `rank`; null: there is none.
   const LoadedKernel* find(const std::string& form, int64_t rank) const {
     for (auto padded = std::bit_ceil(static_cast<uint64_t>(rank)); padded <= kMostVectors; padded *= 2) {
-      const auto* kernel = find_kernel(device_, "fastddp_" + form + "_r" + std::to_string(padded), purpose_);
+      const auto* kernel = launcher_.find("fastddp_" + form + "_r" + std::to_string(padded));
       if (kernel != nullptr) return kernel;
     }
     return nullptr;
@@ -155,19 +102,20 @@ class GpuLowRankKernels : public LowRankKernels {
     return dtype == c10::ScalarType::Undefined ? nullptr : find(std::string(form) + "_" + triton_name(dtype), rank);
   }
 
-  const c10::Device device_;
-  const Purpose purpose_;
   Launcher launcher_;
-  Scratch scratch_;
   const std::unique_ptr<LowRankKernels> otherwise_ = make_aten_low_rank_kernels();
-  Tables compress_, project_, reconstruct_;
-  Tables zeroed_, refilled_;  // for P, whose dependent vectors become zero, and for Q, whose are refilled
+  LaunchTables compress_{launcher_}, project_{launcher_}, reconstruct_{launcher_};
+  DeviceTable sums_{launcher_};  // project's second launch
+  // For P, whose dependent vectors become zero, and for Q, whose are refilled.
+  LaunchTables zeroed_{launcher_}, refilled_{launcher_};
 };
 
 }  // namespace
 
-std::unique_ptr<LowRankKernels> make_gpu_low_rank_kernels(c10::Device device, Purpose purpose) {
-  return std::make_unique<GpuLowRankKernels>(device, *CudaDriver::of(device.type()), purpose);
+std::unique_ptr<LowRankKernels> make_low_rank_kernels(c10::Device device, Purpose purpose) {
+  if (device.is_cpu()) return make_cpu_low_rank_kernels();
+  if (CudaDriver::of(device.type()) == nullptr) return make_aten_low_rank_kernels();
+  return std::make_unique<GpuLowRankKernels>(device, purpose);
 }
 
 }  // namespace fastddp

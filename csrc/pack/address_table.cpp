@@ -44,13 +44,20 @@ bool may_overlap(std::vector<Dim> dims) {
 
 }  // namespace
 
+TableWords::TableWords(const std::vector<Slot>& slots, bool writable) {
+  for (const auto& slot : slots) {
+    if (!add(slot, writable)) rest_.push_back(slot);
+  }
+}
+
+// Whether the kernels can move it.
 bool TableWords::add(const Slot& slot, bool writable) {
   const auto& [gradient, view, member] = slot;
   const auto wire_dtype = c10::toRealValueType(view.scalar_type());
   if (wire_dtype_ != c10::ScalarType::Undefined && wire_dtype != wire_dtype_) return false;
   if (!view.is_non_overlapping_and_dense()) return false;
   const int64_t count = view.numel() * (view.is_complex() ? 2 : 1);
-  Row row{0, -1, static_cast<const char*>(view.const_data_ptr()), count};
+  Row row{0, -1, static_cast<const char*>(view.const_data_ptr()), count, member};
   if (gradient.defined()) {
     const auto dtype = c10::toRealValueType(gradient.scalar_type());
     if (gradient_dtype_ != c10::ScalarType::Undefined && dtype != gradient_dtype_) return false;
@@ -105,11 +112,10 @@ Words TableWords::chunks(int64_t chunk_elements) const {
   return words;
 }
 
-AddressTable::Tables AddressTable::refresh(const TableWords& words, int64_t chunk_elements) {
-  constexpr int64_t chunk_words = 4;
-  const auto& addresses = addresses_.refresh(words.addresses());
-  const auto& chunks = chunks_.refresh(words.places(), [&] { return words.chunks(chunk_elements); });
-  return {addresses, chunks, static_cast<unsigned>(chunks.numel() / chunk_words)};
+std::vector<std::pair<size_t, int64_t>> TableWords::chunk_counts(int64_t chunk_elements) const {
+  std::vector<std::pair<size_t, int64_t>> counts;
+  for (const auto& row : rows_) counts.emplace_back(row.member, (row.count + chunk_elements - 1) / chunk_elements);
+  return counts;
 }
 
 }  // namespace fastddp

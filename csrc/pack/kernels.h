@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "device/compiled_kernels.h"
+#include "device/launcher.h"
 #include "pack/local_sums.h"
 
 namespace fastddp {
@@ -54,12 +54,12 @@ class Kernels : public CallsKernels {
   virtual bool pack_on_arrival() const { return false; }
 };
 
-// The kernels that fit the device: the first or second below, or torch's operators where neither can run.
+// The kernels that fit the device: the first below on the CPU, those that launch Triton kernels on a GPU, or torch's operators
+// where neither can run.
 std::unique_ptr<Kernels> make_kernels(c10::Device device, Purpose purpose = Purpose::training);
 
-std::unique_ptr<Kernels> make_cpu_kernels();                                     // vectorised, spread over at::parallel_for
-std::unique_ptr<Kernels> make_gpu_kernels(c10::Device device, Purpose purpose);  // launches the Triton kernels
-std::unique_ptr<Kernels> make_aten_kernels();                                    // right on every device and for every layout
+std::unique_ptr<Kernels> make_cpu_kernels();   // vectorised, spread over at::parallel_for
+std::unique_ptr<Kernels> make_aten_kernels();  // right on every device and for every layout
 
 // pack() and unpack() by torch's operators, for slots that the fast loops do not take; two launches a gradient.
 void pack_with_operators(const std::vector<Slot>& slots, double scale);
@@ -67,8 +67,6 @@ void unpack_with_operators(const std::vector<Slot>& slots);
 
 // Adds up partial results to one fp64 pair, the sum of squares and the count.
 at::Tensor add_up(const at::Tensor& partial_results);
-// Writes partial results in place of a launch's: their total to the first row of `partials`, zeros to the others.
-void write_sums(const at::Tensor& partial_results, const at::Tensor& partials);
 
 // Whether `gradient` and `view` list their elements in the same order in memory without gaps, so that both can be read
 // as flat arrays of values.

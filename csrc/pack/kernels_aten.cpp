@@ -82,11 +82,6 @@ at::Tensor add_up(const at::Tensor& partial_results) {
   return partial_results.view({-1, 2}).sum(0, /*keepdim=*/false, at::kDouble);
 }
 
-void write_sums(const at::Tensor& partial_results, const at::Tensor& partials) {
-  partials.zero_();
-  if (partials.size(0) > 0) partials[0].copy_(add_up(partial_results));
-}
-
 std::unique_ptr<Kernels> make_aten_kernels() {
   return std::make_unique<AtenKernels>();
 }

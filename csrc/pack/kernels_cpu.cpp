@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <mutex>
 
 #include "device/vector_x86.h"
 #include "pack/kernels.h"
@@ -32,8 +31,6 @@ void convert(const Source* source, Destination* destination, int64_t count, doub
     destination[i] = static_cast<Destination>(static_cast<Compute>(source[i]) * factor);
   }
 }
-
-using ConvertFn = void (*)(const void*, void*, int64_t, double, bool);
 
 template <typename Source, typename Destination>
 void convert_erased(const void* source, void* destination, int64_t count, double scale, bool past_caches) {
@@ -69,7 +66,7 @@ Measured convert_block_measuring(const Source* source, Destination* destination,
   Measured measured;
   if constexpr (has_loop) {
     const auto factor = static_cast<float>(scale);
-    auto i = vector_convert_measuring(source, destination, count, factor, past_caches, measured.sum_of_squares);
+    auto i = vector_convert(source, destination, count, factor, past_caches, &measured.sum_of_squares);
     for (; i < count; ++i) {
       const auto value = static_cast<float>(source[i]);
       destination[i] = static_cast<Destination>(value * factor);
@@ -78,8 +75,6 @@ Measured convert_block_measuring(const Source* source, Destination* destination,
   }
   return std::isfinite(measured.sum_of_squares) ? measured : measure_block(source, count);
 }
-
-using ConvertMeasuringFn = Measured (*)(const void*, void*, int64_t, double, bool);
 
 template <typename Source, typename Destination>
 Measured convert_measuring_erased(const void* source, void* destination, int64_t count, double scale, bool past_caches) {
@@ -109,10 +104,11 @@ auto for_dtype(c10::ScalarType dtype, const Function& function) -> decltype(func
   }
 }
 
-// Two loops over the same pair of dtypes, one of which measures what it reads.
+// The loops over one pair of dtypes, which move elements, measure what they read, or both.
 struct Loops {
-  ConvertFn convert;
-  ConvertMeasuringFn convert_measuring;
+  void (*convert)(const void*, void*, int64_t, double, bool);
+  Measured (*convert_measuring)(const void*, void*, int64_t, double, bool);
+  Measured (*measure)(const void*, int64_t);  // up to kBlock elements
 };
 
 // Null where the pair has no fast loop.
@@ -120,120 +116,79 @@ const Loops* loops_between(c10::ScalarType source, c10::ScalarType destination) 
   if (c10::isComplexType(source) != c10::isComplexType(destination)) return nullptr;
   return for_dtype(source, [&](auto from) -> const Loops* {
     return for_dtype(destination, [](auto to) -> const Loops* {
-      static const Loops loops{convert_erased<decltype(from), decltype(to)>,
-                               convert_measuring_erased<decltype(from), decltype(to)>};
+      using Source = decltype(from);
+      static const Loops loops{
+          convert_erased<Source, decltype(to)>, convert_measuring_erased<Source, decltype(to)>,
+          [](const void* source, int64_t count) { return measure_block(static_cast<const Source*>(source), count); }};
       return &loops;
     });
   });
 }
 
-using MeasureFn = Measured (*)(const void*, int64_t);
-
-MeasureFn measure_of(c10::ScalarType dtype) {
-  return for_dtype(dtype, [](auto number) -> MeasureFn {
-    return [](const void* source, int64_t count) { return measure_block(static_cast<const decltype(number)*>(source), count); };
-  });
-}
-
-// A flat array that one loop can convert; `source` null: write zeros.
+// A flat array that one loop can convert; `loops` null: write zeros.
 struct Run {
   const Loops* loops;
-  MeasureFn measure;
   const char* source;
   char* destination;
   int64_t begin;  // where its elements begin in the sequence of all runs' elements
   int64_t count;
   int64_t source_size;  // bytes an element
   int64_t destination_size;
-  size_t member = 0;
+  size_t member;
+
+  const char* source_at(int64_t element) const { return source + element * source_size; }
+
+  void move(int64_t first, int64_t length, double scale, bool past_caches) const {
+    auto* const to = destination + first * destination_size;
+    if (loops == nullptr) {
+      std::memset(to, 0, length * destination_size);
+    } else {
+      loops->convert(source_at(first), to, length, scale, past_caches);
+    }
+  }
 };
 
 class Runs {
  public:
-  // False if the pair of tensors is not flat: torch's strided loops move it then.
+  // False if the pair of tensors is not flat: torch's strided loops move it then. To be measured: a tensor and itself.
   bool add(const at::Tensor& source, const at::Tensor& destination, size_t member = 0) {
     const auto* loops = loops_between(source.scalar_type(), destination.scalar_type());
     if (loops == nullptr || !same_dense_layout(source, destination)) return false;
-    append(loops, static_cast<const char*>(source.const_data_ptr()), destination, source.element_size());
-    runs_.back().measure = measure_of(source.scalar_type());
-    runs_.back().member = member;
+    append(loops, static_cast<const char*>(source.const_data_ptr()), destination, source.element_size(), member);
     return true;
   }
 
-  void add_zeros(const at::Tensor& destination) { append(nullptr, nullptr, destination, 0); }
+  void add_zeros(const at::Tensor& destination) { append(nullptr, nullptr, destination, 0, 0); }
 
-  // To be measured. False if it is not flat.
-  bool add_gradient(const at::Tensor& gradient, size_t member = 0) {
-    const auto measure = measure_of(gradient.scalar_type());
-    if (measure == nullptr || !gradient.is_non_overlapping_and_dense()) return false;
-    append(nullptr, static_cast<const char*>(gradient.const_data_ptr()), gradient, gradient.element_size());
-    runs_.back().measure = measure;
-    runs_.back().member = member;
-    return true;
+  void move(double scale) const {
+    for_all([&](const Run& run, int64_t first, int64_t count) { run.move(first, count, scale, past_caches(run, count)); });
   }
 
-  void execute(double scale) const {
-    for_all([&](const Run& run, int64_t first, int64_t count) { move(run, first, count, scale, past_caches(run, count)); });
-  }
-
-  // The same, and measures the sources' values, by blocks that are still in cache.
-  Measured execute_and_measure(double scale) const {
-    SumInOrder all;
-    for_all([&](const Run& run, int64_t first, int64_t count) {
-      Measured part;
-      for (int64_t begin = 0; begin < count; begin += kBlock) {
-        const auto length = std::min(kBlock, count - begin);
-        if (run.loops != nullptr) move(run, first + begin, length, scale, past_caches(run, count));
-        part += run.measure(run.source + (first + begin) * run.source_size, length);
-      }
-      all.add(run.source + first * run.source_size, part);
-    });
-    return all.total();
-  }
-
-  // execute(), and measures each source's values before they are scaled.
-  void execute(double scale, LocalSums& sums) const {
-    std::mutex mutex;
-    std::vector<Part> parts;
+  // The same, and measures each source's values before they are scaled.
+  void move_and_measure(double scale, SumInOrder& sums) const {
     for_all([&](const Run& run, int64_t first, int64_t count) {
       const auto past = past_caches(run, count);
-      if (run.source == nullptr) return move(run, first, count, scale, past);
-      auto* destination = run.destination + first * run.destination_size;
-      const auto* source = run.source + first * run.source_size;
-      const Part part{&run, first, run.loops->convert_measuring(source, destination, count, scale, past)};
-      const std::lock_guard lock(mutex);
-      parts.push_back(part);
+      if (run.loops == nullptr) return run.move(first, count, scale, past);
+      auto* const destination = run.destination + first * run.destination_size;
+      const auto* const source = run.source_at(first);
+      sums.add(source, run.loops->convert_measuring(source, destination, count, scale, past), run.member);
     });
-    add_in_order(parts, sums);
   }
 
-  void measure(LocalSums& sums) const {
-    std::mutex mutex;
-    std::vector<Part> parts;
+  // Measures the sources, by blocks that are still in cache if it also copies them.
+  void measure(SumInOrder& sums, bool copies = false) const {
     for_all([&](const Run& run, int64_t first, int64_t count) {
-      Part part{&run, first, {}};
+      Measured part;
       for (auto begin = first; begin < first + count; begin += kBlock) {
-        part.measured += run.measure(run.source + begin * run.source_size, std::min(kBlock, first + count - begin));
+        const auto length = std::min(kBlock, first + count - begin);
+        if (copies) run.move(begin, length, 1.0, past_caches(run, count));
+        part += run.loops->measure(run.source_at(begin), length);
       }
-      const std::lock_guard lock(mutex);
-      parts.push_back(part);
+      sums.add(run.source_at(first), part, run.member);
     });
-    add_in_order(parts, sums);
   }
 
  private:
-  struct Part {
-    const Run* run;
-    int64_t first;
-    Measured measured;
-  };
-
-  // The order is fixed, so the sums have the same bits each time.
-  static void add_in_order(std::vector<Part>& parts, LocalSums& sums) {
-    std::ranges::sort(parts, [](const Part& a, const Part& b) { return a.run != b.run ? a.run < b.run : a.first < b.first; });
-    for (const auto& part : parts) sums.add(part.run->member, part.measured);
-  }
-
   // Calls `work` for pieces of runs. Every thread gets about as many elements.
   template <typename Work>
   void for_all(const Work& work) const {
@@ -248,26 +203,17 @@ class Runs {
     });
   }
 
-  void append(const Loops* loops, const char* source, const at::Tensor& destination, int64_t source_size) {
+  void append(const Loops* loops, const char* source, const at::Tensor& destination, int64_t source_size, size_t member) {
     const int64_t parts = destination.is_complex() ? 2 : 1;
     const auto count = destination.numel() * parts;
-    runs_.push_back({loops, nullptr, source, static_cast<char*>(destination.data_ptr()), total_, count, source_size / parts,
-                     static_cast<int64_t>(destination.element_size()) / parts});
+    runs_.push_back({loops, source, static_cast<char*>(destination.data_ptr()), total_, count, source_size / parts,
+                     static_cast<int64_t>(destination.element_size()) / parts, member});
     total_ += count;
   }
 
   // Note [Stores past the caches]
   static bool past_caches(const Run& run, int64_t count) {
     return count * run.destination_size >= kStreamFromBytes && run.source != run.destination;
-  }
-
-  static void move(const Run& run, int64_t first, int64_t count, double scale, bool past_caches) {
-    auto* destination = run.destination + first * run.destination_size;
-    if (run.source == nullptr) {
-      std::memset(destination, 0, count * run.destination_size);
-    } else {
-      run.loops->convert(run.source + first * run.source_size, destination, count, scale, past_caches);
-    }
   }
 
   std::vector<Run> runs_;
@@ -287,9 +233,11 @@ class CpuKernels : public Kernels {
       }
     }
     if (sums == nullptr) {
-      runs.execute(scale);
+      runs.move(scale);
     } else {
-      runs.execute(scale, *sums);
+      SumInOrder measured;
+      runs.move_and_measure(scale, measured);
+      sums->add(measured);
       measure_with_operators(strided, *sums);  // before gradients in the wire are scaled there
     }
     pack_with_operators(strided, scale);
@@ -299,9 +247,11 @@ class CpuKernels : public Kernels {
     Runs runs;
     std::vector<Slot> strided;
     for (const auto& slot : slots) {
-      if (slot.gradient.defined() && !runs.add_gradient(slot.gradient, slot.member)) strided.push_back(slot);
+      if (slot.gradient.defined() && !runs.add(slot.gradient, slot.gradient, slot.member)) strided.push_back(slot);
     }
-    runs.measure(sums);
+    SumInOrder measured;
+    runs.measure(measured);
+    sums.add(measured);
     measure_with_operators(strided, sums);
   }
 
@@ -312,15 +262,21 @@ class CpuKernels : public Kernels {
       if (slot.gradient.defined() && !runs.add(slot.view, slot.gradient)) strided.push_back(slot);
     }
     unpack_with_operators(strided);
-    if (measuring && strided.empty()) return as_tensor(runs.execute_and_measure(1.0));
-    runs.execute(1.0);
-    return {};
+    if (!measuring || !strided.empty()) {
+      runs.move(1.0);
+      return {};
+    }
+    SumInOrder measured;
+    runs.measure(measured, /*copies=*/true);
+    return as_tensor(measured.total());
   }
 
   at::Tensor measure(const at::Tensor& wire) override {
     Runs runs;
-    runs.add_gradient(wire);
-    return as_tensor(runs.execute_and_measure(1.0));
+    runs.add(wire, wire);
+    SumInOrder measured;
+    runs.measure(measured);
+    return as_tensor(measured.total());
   }
 
   bool pack_on_arrival() const override { return true; }

@@ -47,6 +47,11 @@ at::Tensor LocalSums::take_rows(const std::vector<std::pair<size_t, int64_t>>& o
   return taken;
 }
 
+void LocalSums::give_back(const at::Tensor& rows) {
+  rows_->give_back(rows.size(0));
+  for (auto left = rows.size(0); left > 0; taken_.pop_back()) left -= taken_.back().count;
+}
+
 std::vector<Measured> LocalSums::read(const at::Tensor& rows) const {
   auto all = on_host_;
   for (const auto& [member, first, count] : taken_) {

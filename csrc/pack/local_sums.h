@@ -30,6 +30,8 @@ class MeasuredRows {
 
   // Takes so many rows, for a kernel on the current stream. Also returns the number of the first one.
   std::pair<at::Tensor, int64_t> next(int64_t count);
+  // So many of the last rows were not written after all.
+  void give_back(int64_t count) { used_ -= count; }
   // How many elements are not finite, on the device; undefined if no rows are used.
   at::Tensor not_finite() const;
   // All used rows. The host waits for the device.
@@ -55,9 +57,15 @@ class LocalSums {
 
   // Adds what a kernel on the host has measured.
   void add(size_t member, const Measured& part) { on_host_[member] += part; }
+  void add(const SumInOrder& measured) {
+    for (const auto& [place, part] : measured.parts()) add(place.second, part);
+  }
   // Takes rows [sum of squares, count] for a kernel to write on the current stream: so many for each of these members, in this
   // order. Each member is measured once in a window.
   at::Tensor take_rows(const std::vector<std::pair<size_t, int64_t>>& of_members);
+
+  // The kernel has not been launched. `rows`: those that were taken last.
+  void give_back(const at::Tensor& rows);
 
   const std::shared_ptr<MeasuredRows>& rows() const { return rows_; }
   // The sums by member. `rows`: what rows()->on_host() has returned.

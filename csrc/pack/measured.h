@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 #include <type_traits>
+#include <utility>
 
 #include "device/vector_x86.h"
 
@@ -59,20 +60,23 @@ Measured measure_block(const Source* source, int64_t count) {
 // Adds up parts that threads find in any order. It adds in the order of their addresses, each time to the same bits.
 class SumInOrder {
  public:
-  void add(const void* address, const Measured& part) {
+  void add(const void* address, const Measured& part, size_t member = 0) {
     const std::lock_guard lock(mutex_);
-    parts_[address] += part;
+    parts_[{address, member}] += part;
   }
 
   Measured total() const {
     Measured all;
-    for (const auto& [address, part] : parts_) all += part;
+    for (const auto& [place, part] : parts_) all += part;
     return all;
   }
 
+  using Parts = std::map<std::pair<const void*, size_t>, Measured>;  // by address and member of a bucket
+  const Parts& parts() const { return parts_; }
+
  private:
   std::mutex mutex_;
-  std::map<const void*, Measured> parts_;
+  Parts parts_;
 };
 
 }  // namespace fastddp

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <string>
 
+#include "device/launcher.h"
 #include "device/vector_x86.h"
 
 namespace fastddp {
@@ -66,16 +67,11 @@ void sum_shards_with_operators(const at::Tensor& shards, const at::Tensor& targe
 void sum_shards(const at::Tensor& shards, const at::Tensor& target, Purpose purpose) {
   if (target.is_cpu()) return sum_shards(shards.unbind(), target);
   const auto* kernel = kernel_for(shards, target, purpose);
-  if (kernel == nullptr) return sum_shards_with_operators(shards, target);
-  const auto programs = (target.numel() + kernel->tile.at(0) - 1) / kernel->tile.at(0);
-  launch_or_else(
-      {kernel},
-      [&] {
-        Launcher(target.device(), *CudaDriver::of(target.device().type()))
-            .run(*kernel, static_cast<unsigned>(programs), shards.const_data_ptr(), shards.size(0), target.numel(),
-                 target.const_data_ptr());
-      },
-      [&] { sum_shards_with_operators(shards, target); });
+  const bool is_done = launched({kernel}, [&] {
+    const auto programs = (target.numel() + kernel->tile.at(0) - 1) / kernel->tile.at(0);
+    Launcher(target.device()).run(*kernel, programs, shards, shards.size(0), target.numel(), target);
+  });
+  if (!is_done) sum_shards_with_operators(shards, target);
 }
 
 }  // namespace fastddp

@@ -98,7 +98,7 @@ def prove(kernels: Sequence[CompiledKernel], trial: Trial, device: torch.device)
             continue
         _C.prove_kernel(device, kernel.name)
         file = proof_of(kernel, device)
-        if file is not None and _C.has_kernel(device, kernel.name):
+        if file is not None and _C.trust_in_kernel(device, kernel.name) == _C.Trust.proven:
             with contextlib.suppress(OSError):
                 file.write_text(f"{kernel.name}, {place_of(device)}\n")
 

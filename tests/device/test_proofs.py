@@ -204,7 +204,7 @@ def test_without_memory_nothing_is_tried_and_a_later_load_does_it(rank: int) -> 
         load_sum_kernels([here], BF16)
     assert _C.trust_in_kernel(here, "fastddp_sum_shards_bf16") == _C.Trust.untried
     load_sum_kernels([here], BF16)
-    assert _C.has_kernel(here, "fastddp_sum_shards_bf16")
+    assert _C.trust_in_kernel(here, "fastddp_sum_shards_bf16") == _C.Trust.proven
 
 
 @pytest.mark.tier("slow")
@@ -216,7 +216,7 @@ def test_a_kernel_that_writes_beside_its_sums_is_given_up(rank: int) -> None:
         load_kernels([(here, FP64, FP64)])
     fake_cuda.break_kernels("", "none")
     assert _C.trust_in_kernel(here, "fastddp_measure_fp64") == _C.Trust.given_up
-    assert _C.has_kernel(here, "fastddp_unpack_fp64_to_fp64")
+    assert _C.trust_in_kernel(here, "fastddp_unpack_fp64_to_fp64") == _C.Trust.proven
 
 
 def test_a_proof_holds_for_one_driver_and_for_these_cases_and_without_a_version_nothing_is_remembered(

@@ -100,7 +100,7 @@ def problems_of(mode: Mode, device: torch.device) -> list[str]:
                 found.append(
                     f"{mode.name}, step {step}: the gradient of {name} is off by {difference:.2g} of its largest"
                 )
-    missing = [name for name in mode.kernels if not _C.has_kernel(device, f"fastddp_{name}")]
+    missing = [name for name in mode.kernels if _C.trust_in_kernel(device, f"fastddp_{name}") != _C.Trust.proven]
     return found + [f"{mode.name}: no kernel fastddp_{name} was loaded" for name in missing]
 
 

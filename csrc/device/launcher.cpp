@@ -1,4 +1,4 @@
-#include "device/scratch.h"
+#include "device/launcher.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -8,7 +8,7 @@
 
 namespace fastddp {
 
-at::Tensor Scratch::empty(c10::IntArrayRef sizes, c10::ScalarType dtype) {
+at::Tensor Launcher::empty(c10::IntArrayRef sizes, c10::ScalarType dtype) {
   const auto options = at::TensorOptions().dtype(dtype).device(device_);
   if (purpose_ == Purpose::training) return at::empty(sizes, options);
   constexpr int64_t guard = 64;  // elements on each side
@@ -19,15 +19,15 @@ at::Tensor Scratch::empty(c10::IntArrayRef sizes, c10::ScalarType dtype) {
   return inside.fill_(std::numeric_limits<double>::quiet_NaN()).view(sizes);
 }
 
-at::Tensor Scratch::instead_of(const at::Tensor& rows) {
-  return purpose_ == Purpose::training || !rows.defined() ? rows : empty(rows.sizes(), rows.scalar_type());
+at::Tensor Launcher::instead_of(const at::Tensor& rows) {
+  return purpose_ == Purpose::training ? rows : empty(rows.sizes(), rows.scalar_type());
 }
 
-void Scratch::move(const at::Tensor& written, const at::Tensor& rows) {
+void Launcher::move(const at::Tensor& written, const at::Tensor& rows) {
   if (!written.is_same(rows)) rows.copy_(written);
 }
 
-bool Scratch::wrote_around() const {
+bool Launcher::wrote_around() const {
   const auto is_untouched = [](const at::Tensor& memory) { return memory.eq(kAround).all().item<bool>(); };
   return !std::ranges::all_of(around_, is_untouched);
 }
