@@ -32,17 +32,17 @@ class Buckets {
     for (const auto& holder : holders_) gradients.push_back(holder.grad());
     return gradients;
   }
-  // Adds what autograd has left in `parameter.grad` to the main gradient. If the parameter is in no bucket, leaves it there.
-  void add_to_main(size_t parameter) { tell(parameter, &fastddp::add_to_main); }
-  // A microbatch has brought a gradient that does not travel yet.
-  void settle(size_t parameter, bool exclusive) { tell(parameter, &fastddp::settle, exclusive); }
+  // Calls this function of buckets for the parameter's gradient, if it is in one.
+  template <typename... Arguments>
+  void tell(size_t parameter, void (*function)(Bucket&, size_t, Arguments...), Arguments... arguments) {
+    if (has(parameter)) function(buckets_[place(parameter).bucket], place(parameter).member, arguments...);
+  }
 
   // From the next window on, each rank gets the averages of its own spans only. `holders`: by bucket and span of this rank, the
   // optimizer's tensors; `notices`: by parameter. Note [Sharded gradients], shard.h. Null: this rank gets all averages.
   void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
                       const std::vector<at::Tensor>& notices);
   bool are_sharded() const { return are_sharded_; }
-  void take_notice(size_t parameter) { tell(parameter, &fastddp::take_notice); }
   // Note [What a gradient still holds], gradient_mark.h. In no bucket: there is no mark.
   void mark(size_t parameter) {
     if (!has(parameter)) return;
@@ -109,11 +109,6 @@ class Buckets {
   }
 
  private:
-  // Calls this function for the parameter's bucket, if it has one.
-  template <typename... Arguments>
-  void tell(size_t parameter, void (*function)(Bucket&, size_t, Arguments...), Arguments... arguments) {
-    if (has(parameter)) function(buckets_[place(parameter).bucket], place(parameter).member, arguments...);
-  }
   Bucket make(size_t index, size_t count, const std::vector<size_t>& members, GradientForm form) const {
     std::vector<at::Tensor> holders;
     for (const auto parameter : members) holders.push_back(holders_[parameter]);

@@ -7,18 +7,8 @@
 
 namespace fastddp {
 
-void take_notice(Bucket& bucket, size_t member) {
-  // If there is a placeholder, the notice has been taken away for it.
-  if (bucket.shard == nullptr || bucket.window[member].has_placeholder()) return;
-  auto& shard = *bucket.shard;
-  auto& gradient = bucket.held(member);
-  auto& mark = bucket.marks[member];
-  if (shard.was_taken_back(member) && !mark.still_holds(gradient)) shard.forget(member, /*is_zero=*/gradient.defined());
-  if (shard.take_back(member, gradient)) mark.set({});
-}
-
 void use_placeholder(Bucket& bucket, size_t member, bool counts) {
-  take_notice(bucket, member);
+  Shard::take_notice(bucket, member);
   auto& gradient = bucket.held(member);
   check_gradient(bucket, member, gradient);
   auto& state = bucket.window[member];

@@ -23,7 +23,5 @@ at::Tensor left_out(const Bucket& bucket, size_t member);
 void resolve_placeholder(Bucket& bucket, size_t member, bool used);
 // Adds to the member's average: it is the average of `late`, in the place of that bucket's member `from`.
 void add_late(Bucket& bucket, size_t member, const Bucket& late, size_t from);
-// If this bucket is sharded: if the member's gradient is a notice, takes it away, so that autograd can write a gradient.
-void take_notice(Bucket& bucket, size_t member);
 
 }  // namespace fastddp

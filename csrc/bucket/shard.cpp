@@ -47,13 +47,19 @@ const Spans& Shard::mine_to_write() {
   return mine_;
 }
 
-bool Shard::take_back(size_t member, at::Tensor& gradient) {
-  if (!gradient.defined() || !is_notice(member, gradient)) return false;
+void Shard::take_notice(Bucket& bucket, size_t member) {
+  // If there is a placeholder, the notice has been taken away for it.
+  if (bucket.shard == nullptr || bucket.window[member].has_placeholder()) return;
+  auto& shard = *bucket.shard;
+  auto& gradient = bucket.held(member);
+  auto& mark = bucket.marks[member];
+  if (shard.taken_back_[member] && !mark.still_holds(gradient)) shard.forget(member, /*is_zero=*/gradient.defined());
+  if (!gradient.defined() || !shard.is_notice(member, gradient)) return;
   gradient.reset();
-  taken_back_[member] = true;
-  const auto span = span_of_[member];
-  if (span && held(*span).defined()) kept_[*span] = held(*span).clone();
-  return true;
+  mark.set({});
+  shard.taken_back_[member] = true;
+  const auto span = shard.span_of_[member];
+  if (span && shard.held(*span).defined()) shard.kept_[*span] = shard.held(*span).clone();
 }
 
 // It was made on the stream of a gradient.
@@ -64,31 +70,26 @@ at::Tensor Shard::take_kept(size_t span) {
 }
 
 void Shard::take(Bucket& bucket, const at::Tensor& wire) {
+  const auto part = [&](const Span& span) { return view_of(wire, span.like, static_cast<size_t>(span.offset)); };
   if (wire.scalar_type() == mine_.dtype && !bucket.lends_wire()) {
-    bind(bucket, wire);
+    // They are the same tensors in every window while the wire is the same.
+    const bool is_bound = bound_.defined() && bound_.is_same(wire);
+    for (const auto& span : mine_.all) {
+      auto& gradient = held(span.number);
+      const auto own = part(span);
+      if (is_bound && lives_in(own, gradient)) continue;
+      gradient = as_gradient(own);
+      bucket.wire.lend(gradient);
+    }
+    bound_ = wire;
   } else {
     std::vector<Slot> slots;
-    for (const auto& span : mine_to_write().all) {
-      slots.push_back({span.gradient, view_of(wire, span.like, static_cast<size_t>(span.offset))});
-    }
+    for (const auto& span : mine_to_write().all) slots.push_back({span.gradient, part(span)});
     const BucketRange range("unpack", bucket);
     const auto found = kernels_->unpack(slots, /*measuring=*/true);
     if (found.defined()) bucket.window.seen = {{found}, {}};
   }
   finish(bucket);
-}
-
-// They are the same tensors in every window while the wire is the same.
-void Shard::bind(Bucket& bucket, const at::Tensor& wire) {
-  const bool is_bound = bound_.defined() && bound_.is_same(wire);
-  for (const auto& span : mine_.all) {
-    auto& gradient = held(span.number);
-    const auto part = view_of(wire, span.like, static_cast<size_t>(span.offset));
-    if (is_bound && lives_in(part, gradient)) continue;
-    gradient = as_gradient(part);
-    bucket.wire.lend(gradient);
-  }
-  bound_ = wire;
 }
 
 void Shard::leave_notice(size_t member, at::Tensor& gradient) {
@@ -105,6 +106,12 @@ void Shard::finish(Bucket& bucket, size_t member) {
   if (!kept.defined()) return;
   bucket.window.note_rewritten();
   held(*span).add_(kept);
+}
+
+void Shard::finish(Bucket& bucket) {
+  for (size_t member = 0; member < bucket.size(); ++member) {
+    if (!bucket.window[member].has_placeholder()) finish(bucket, member);
+  }
 }
 
 void Shard::restore(Bucket& bucket, size_t member) {

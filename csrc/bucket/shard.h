@@ -31,22 +31,15 @@ class Shard {
   // The same with gradients to write: makes memory where there is none.
   const Spans& mine_to_write();
 
-  // Takes the notice out of the member's gradient, if it is there. Returns whether it was.
-  bool take_back(size_t member, at::Tensor& gradient);
-  bool was_taken_back(size_t member) const { return taken_back_[member]; }
-  // What was taken back has been removed since; `is_zero`: it has become zero.
-  void forget(size_t member, bool is_zero = false);
+  // If this bucket is sharded: if the member's gradient is a notice, takes it away, so that autograd can write a gradient.
+  static void take_notice(Bucket& bucket, size_t member);
 
   // The ranks' sums are in this rank's run of `wire`. Makes them the spans' gradients, and finishes.
   void take(Bucket& bucket, const at::Tensor& wire);
   // The gradient of the member's span is this window's. Leaves the notice in its place.
   void finish(Bucket& bucket, size_t member);
   // The same for all members without a placeholder.
-  void finish(Bucket& bucket) {
-    for (size_t member = 0; member < bucket.size(); ++member) {
-      if (!bucket.window[member].has_placeholder()) finish(bucket, member);
-    }
-  }
+  void finish(Bucket& bucket);
   // The window has brought nothing for the member, on any rank.
   void restore(Bucket& bucket, size_t member);
   // Adds this rank's part of `whole`, which has all numbers of the bucket's member.
@@ -64,7 +57,8 @@ class Shard {
   at::Tensor& held(size_t span) const { return holders_[span].mutable_grad(); }
   // Of a gradient of this window.
   void leave_notice(size_t member, at::Tensor& gradient);
-  void bind(Bucket& bucket, const at::Tensor& wire);
+  // What was taken back has been removed since; `is_zero`: it has become zero.
+  void forget(size_t member, bool is_zero = false);
   at::Tensor take_kept(size_t span);
 
   Spans mine_;

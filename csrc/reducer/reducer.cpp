@@ -87,20 +87,13 @@ void Reducer::set_way(std::shared_ptr<Way> way) {
   check_between_windows("how gradients are exchanged can be changed");
   TORCH_CHECK_VALUE(!std::exchange(way->is_taken, true),
                     "fastddp: a way belongs to one reducer, and this one has its reducer already. Make another one.");
-  const auto memory = driver_.memory();
-  std::optional<Slabs> slabs;
-  if (memory != nullptr) slabs.emplace(*memory);
-  driver_.prepare(way, slabs ? &*slabs : nullptr);
-  tell_plan();
   if (has_streams(buckets_.device())) {
     auto groups = way->groups();
     groups.push_back(process_group_);
     interruption_->may_abort(std::move(groups));
   }
-  if (slabs) {
-    const Unlocked unlocked(mutex_);  // it may run Python code
-    slabs->allocate();
-  }
+  driver_.prepare(std::move(way));
+  tell_plan();
   const c10::AutoGradMode no_grad(false);
   buckets_.place_gradients();
 }
@@ -209,7 +202,7 @@ void Reducer::before_gradient(size_t parameter, bool is_defined) {
   if (!is_defined || !buckets_.are_sharded()) return;
   const std::lock_guard lock(mutex_);
   const c10::AutoGradMode no_grad(false);
-  buckets_.take_notice(parameter);  // once: a placeholder of the window that begins has taken it
+  buckets_.tell(parameter, &Shard::take_notice);  // once: a placeholder of the window that begins has taken it
 }
 
 void Reducer::begin_with_gradient() {
@@ -236,7 +229,7 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   if (buckets_.form().in_main_grad && (incoming.defined() || by_layer)) {
     TORCH_CHECK(by_layer || buckets_.parameters()[parameter].grad().defined(), "fastddp: ", buckets_.describe(parameter),
                 kMainGradientIsGone, see("FD008"));
-    buckets_.add_to_main(parameter);
+    buckets_.tell(parameter, &add_to_main);
     exclusive = false;
   }
   // Somebody called the accumulator by hand: there is no backward whose end could finish a window.
@@ -258,7 +251,7 @@ void Reducer::on_local_gradient(size_t parameter, bool exclusive) {
               kUsageChanged, see("FD007"));
   apply(WindowEvent::local_gradient);
   window_.note_local(parameter);
-  if (buckets_.form().of_16_bits) buckets_.settle(parameter, exclusive);
+  if (buckets_.form().of_16_bits) buckets_.tell(parameter, &settle, exclusive);
   buckets_.mark(parameter);
   // Nobody reports when such a backward begins, so its first gradient counts.
   if (timeline_.doing() == What::backward) return;

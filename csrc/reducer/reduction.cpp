@@ -34,7 +34,7 @@ void Reduction::begin() {
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
     if (window_.arrival(parameter) != Arrival::local || buckets_.still_holds(parameter)) continue;
     window_.forget_local(parameter);  // it was removed
-    buckets_.take_notice(parameter);
+    buckets_.tell(parameter, &Shard::take_notice);
   }
   const bool in_company = shares_order_ || others_.share_group();
   starts_at_end_ = window_.is_learning() || (window_.ends_with_backward() && in_company);

@@ -56,7 +56,7 @@ class Reduction {
   std::vector<size_t> missing() const {
     return those(buckets_.parameters().size(), [this](size_t parameter) {
       const bool is_local = window_.arrival(parameter) == Arrival::local && came(window_, buckets_, parameter);
-      return window_.lacks(parameter) && !is_local;
+      return window_.is_missing(parameter) && !is_local;
     });
   }
 

@@ -45,18 +45,23 @@ std::vector<size_t> order_of(const Trip& trip) {
 
 // ------------------------------------------------------------------------------------------------------------ between two windows
 
-void Driver::prepare(std::shared_ptr<Way> way, Slabs* slabs) {
+void Driver::prepare(std::shared_ptr<Way> way) {
+  const auto memory = memory_;
+  std::optional<Slabs> slabs;  // the places for wires that do not exist yet
+  if (memory != nullptr && way != way_) slabs.emplace(*memory);
   way_ = std::move(way);
   travels_.clear();
-  auto trip = make_trip(*way_, buckets_.all(), travels_, slabs, lock_);
+  auto trip = make_trip(*way_, buckets_.all(), travels_, slabs ? &*slabs : nullptr, lock_);
   fits_ = trip.has_value();
   trip_ = fits_ ? std::move(*trip) : Trip();
   lay_out(travels_, trip_);
   order_ = order_of(trip_);
   set_weighting(weighting_);
-  status_.reset();
   is_captured_ = false;
   begin_window();
+  if (!slabs) return;
+  const Unlocked unlocked(lock_);
+  slabs->allocate();
 }
 
 // Pack scales gradients in fp32 (fp64 for fp64). For the mean, an allreduce may do it instead. It too multiplies by 1/ranks before it
@@ -86,6 +91,7 @@ void Driver::undo(const at::Tensor& only_if) {
 void Driver::begin_window() {
   ticks_ = finished_ = 0;
   waits_.reset();
+  status_.reset();
   in_window_ = was_drained_ = false;
 }
 
@@ -132,10 +138,17 @@ void Driver::enter_stages(size_t tick, std::optional<double> void_value) {
 }
 
 void Driver::enter(Travel& travel, size_t stage, std::optional<double> void_value) {
-  if (void_value && (was_drained_ || !trip_.stages[stage].is_relayed)) {
+  const auto& now = trip_.stages[stage];
+  if (void_value && (was_drained_ || !now.is_relayed)) {
     make_void(travel, stage, *void_value);
-  } else {
-    write(travel, stage);
+  } else if (now.write != nullptr) {
+    if (stage > 0) arrive(travel, stage - 1);
+    if (const auto* wire = travel.wire_of(now); wire != nullptr && !wire->exists()) make_wire(travel, *now.leg);
+    const auto travels = now.write(*way_, travel);
+    if (!travel.is_carried(stage)) {
+      write_status(travel, stage, travels);
+      if (!travel.at(stage).travels.is_same(travels)) cut(travel, stage, travels);  // pieces stay while their wire is the same
+    }
   }
   const auto& shared = trip_.shared;
   if (!shared || (stage != shared->first && stage != shared->second)) start(travel, stage);
@@ -148,17 +161,6 @@ void Driver::start_shared(size_t tick) {
   for (const auto stage : {trip_.shared->first, trip_.shared->second}) {
     if (auto* const travel = entering(tick, stage)) start(*travel, stage);
   }
-}
-
-void Driver::write(Travel& travel, size_t stage) {
-  const auto& now = trip_.stages[stage];
-  if (!now.write) return;
-  if (stage > 0) arrive(travel, stage - 1);
-  if (const auto* wire = travel.wire_of(now); wire != nullptr && !wire->exists()) make_wire(travel, *now.leg);
-  const auto travels = now.write(*way_, travel);
-  if (travel.is_carried(stage)) return;
-  write_status(travel, stage, travels);
-  if (!travel.at(stage).travels.is_same(travels)) cut(travel, stage, travels);  // pieces stay while their wire is the same
 }
 
 // Makes the wire of a leg, before its first use in a window.
@@ -373,7 +375,6 @@ void Driver::write_status(const Travel& travel, size_t stage, const at::Tensor& 
   const auto room = room_for_status(travel, stage, wire);
   if (!room.defined()) return;
   status_ = room;
-  travel.bucket->wire.lend(room);
   if (write_status_) write_status_(room);
 }
 

@@ -54,8 +54,9 @@ class Driver {
 
   // --- Between two windows
 
-  // Takes another way, or new buckets. `slabs`: the places for wires that do not exist yet; null: no such memory.
-  void prepare(std::shared_ptr<Way> way, Slabs* slabs = nullptr);
+  // Takes another way, or the same one for new buckets. These get wires of registered memory with the next way only. May run Python
+  // code, without the lock.
+  void prepare(std::shared_ptr<Way> way);
   const std::shared_ptr<Way>& way() const { return way_; }
   // Where the wires of coming ways come from; null: ordinary memory.
   const std::shared_ptr<const RegisteredMemory>& memory() const { return memory_; }
@@ -130,7 +131,6 @@ class Driver {
   void enter_stages(size_t tick, std::optional<double> void_value);
   Travel* entering(size_t tick, size_t stage);
   void enter(Travel& travel, size_t stage, std::optional<double> void_value);
-  void write(Travel& travel, size_t stage);
   void make_wire(Travel& travel, size_t leg);
   void cut(Travel& travel, size_t stage, const at::Tensor& travels);
   void start(Travel& travel, size_t stage);

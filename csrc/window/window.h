@@ -153,7 +153,7 @@ class Window {
   void synchronise_local(size_t parameter) { parameters_[parameter].arrival = Arrival::local_synchronised; }
 
   // Whether the window waits for the parameter, and its gradient is not final.
-  bool lacks(size_t parameter) const {
+  bool is_missing(size_t parameter) const {
     return waits_for(parameter) && parameters_[parameter].hooks < parameters_[parameter].expected;
   }
 
