@@ -110,5 +110,6 @@ PYBIND11_MODULE(late_work, module) {
   module.def("wait_for_late_work", wait_for_late_work, pybind11::arg("is_known"), pybind11::arg("seconds"),
              pybind11::arg("fails"));
   module.def("wait_for_interrupted_work", wait_for_interrupted_work);
+  module.def("interrupt", &fastddp::Interruption::interrupt, pybind11::arg("interruption"), pybind11::arg("why"));
   module.def("abort_groups", abort_groups, pybind11::arg("errors"), pybind11::call_guard<pybind11::gil_scoped_release>());
 }

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.multiprocessing.reductions import StorageWeakRef
 
+import fastddp
+from on_ranks import on_ranks
 from package_copy import import_library, load_with_fastddp
+from parts import Parts, local_input
 from repository import ROOT
 
 pytestmark = pytest.mark.tier("slow")  # it compiles
 
 
 @pytest.fixture(scope="module")
-def works(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = ROOT / "tests" / "support" / "late_work.cpp"
-    return import_library(load_with_fastddp(source, tmp_path_factory.mktemp("late_work")))
+    return load_with_fastddp(source, tmp_path_factory.mktemp("late_work"))
+
+
+@pytest.fixture(scope="module")
+def works(library: Path) -> Any:
+    return import_library(library)
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["a collective", "written in Python"])
@@ -33,3 +44,19 @@ def test_a_wait_for_a_collective_that_nobody_joins_can_be_ended(works: Any) -> N
 
 def test_groups_are_aborted_at_once_and_those_that_cannot_be_are_told(works: Any) -> None:
     assert works.abort_groups(["", "the abort takes too long", ""]) == ["the abort takes too long"]
+
+
+@pytest.mark.parametrize("is_interrupted", [True, False])
+@on_ranks(2)
+def test_memory_that_may_be_on_its_way_outlives_an_interrupted_model(
+    rank: int, library: Path, is_interrupted: bool
+) -> None:
+    """Another rank may still write to it, and nobody waits for that any more."""
+    model = fastddp.DistributedDataParallel(Parts("a"), gradient_as_bucket_view=True)
+    model(local_input(rank)).backward()
+    wire = StorageWeakRef(next(model.parameters()).grad.untyped_storage())
+    if is_interrupted:
+        import_library(library).interrupt(model.reducer.interruption, "another rank is stopped")
+    del model
+    gc.collect()
+    assert wire.expired() == (not is_interrupted)
