@@ -20,9 +20,9 @@ at::Tensor& Bucket::gradient_to_write(size_t member) {
   return gradient;
 }
 
-void Bucket::set_wire(WireFormat format, WireMemory memory, bool has_room) {
+void Bucket::set_wire(WireFormat format, WireMemory memory, bool has_beside) {
   if (layout.set_format(format)) wire.give_back();
-  wire.plan(Wire::Need{format.dtype, device(), layout.wire_length(), has_room, std::move(memory)});
+  wire.plan(Wire::Need{format.dtype, device(), layout.wire_length(), has_beside, std::move(memory)});
 }
 
 void Bucket::do_without_wire(WireFormat format) {

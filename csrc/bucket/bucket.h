@@ -67,9 +67,9 @@ class Bucket {
   // The gradient, to be written. Makes memory where there is none, and gives autograd a new version.
   at::Tensor& gradient_to_write(size_t member);
 
-  // From the next window on: how the wire is laid out and where its memory comes from (wire_memory.h). `has_room`: with as much memory
-  // beside it.
-  void set_wire(WireFormat format, WireMemory memory = nullptr, bool has_room = false);
+  // From the next window on: how the wire is laid out and where its memory comes from (wire_memory.h). `has_beside`: as
+  // Wire::Need.
+  void set_wire(WireFormat format, WireMemory memory = nullptr, bool has_beside = false);
   // Something else travels, as numbers of this format, or nothing does. Gradients stay where autograd put them.
   void do_without_wire(WireFormat format);
   // Makes the wire, which does not exist.

@@ -71,7 +71,7 @@ class BucketWindow {
   size_t measurings = 0;       // calls of kernels that measure gradients so far
   size_t beside = 0;           // bytes of final gradients that are not packed and not in the wire
   bool left_in_place = false;  // gradients stay as autograd made them until backward has ended: reduction.h
-  bool is_settled = false;     // Bucket::settle() may have moved gradients into the wire
+  bool is_settled = false;     // settle() may have moved gradients into the wire
   bool rewritten = false;      // gradients are no longer what was in the wire
   Seen seen;                   // empty: nothing has been seen
   Producers producers;         // the streams on which gradients came

@@ -26,7 +26,7 @@ bool somebody_holds_wire(const Bucket& bucket) {
   return wire.is_held_beside(known);
 }
 
-// Note [Where gradients live]
+// Note [Where gradients live], bucket.h.
 void place_gradient(Bucket& bucket, size_t member, bool lived_in_wire) {
   auto& state = bucket.window[member];
   auto& gradient = bucket.gradient(member);

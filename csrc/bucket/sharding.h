@@ -58,7 +58,7 @@ class Sharding {
   bool fit(const std::vector<Bucket>& buckets) const {
     return std::ranges::equal(buckets, plan_, {}, [](const auto& bucket) { return bucket.layout.parameters(); });
   }
-  // By rank of the node.
+  // By rank of the group.
   const std::vector<Run>& runs(size_t bucket) const { return runs_[bucket]; }
   // A bucket's, as in the plan.
   const std::vector<size_t>& parameters(size_t bucket) const { return plan_[bucket]; }

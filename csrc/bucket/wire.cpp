@@ -16,7 +16,7 @@ void Wire::make() {
   const auto options = at::TensorOptions().dtype(need_->dtype).device(need_->device);
   const auto memory = [&] { return need_->memory ? need_->memory(need_->elements, options) : another(); };
   tensor_ = memory();
-  sum_ = need_->has_sum_beside ? memory() : tensor_;
+  sum_ = need_->has_beside ? memory() : tensor_;
 }
 
 at::Tensor Wire::another() const {

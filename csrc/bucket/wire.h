@@ -26,7 +26,7 @@ class Wire {
     c10::ScalarType dtype;
     c10::Device device;
     int64_t elements;
-    bool has_sum_beside = false;  // the ranks' sum comes to memory of its own, as long as the wire
+    bool has_beside = false;      // as much memory beside it: for the ranks' sum, or room for what they send
     WireMemory memory = nullptr;  // null: the allocator's
     bool operator==(const Need& other) const {
       return dtype == other.dtype && device == other.device && elements == other.elements;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
 #include <utility>
 
 #include "codec/codec.h"
@@ -106,8 +107,12 @@ class Block8Codec : public Codec {
 
   void add(size_t bucket, int64_t first, const std::vector<at::Tensor>& shards, const at::Tensor& target) override {
     auto& [kernels, errors] = coded_[bucket];
-    begin_change(errors);
-    copy_rest(errors);
+    {
+      // A rank without inputs has not encoded, so this may be the step's first change.
+      const std::lock_guard lock(changing_);
+      begin_change(errors);
+      copy_rest(errors);
+    }
     const auto numbers_of = [&](int64_t bytes) { return bytes / format_.group_bytes() * format_.group_elements(); };
     const auto begin = numbers_of(first);
     const auto error = errors_ != nullptr ? errors.now.narrow(0, begin, numbers_of(target.numel())) : at::Tensor();
@@ -240,6 +245,7 @@ class Block8Codec : public Codec {
   const Block8Options options_;
   const Block8 format_;
   const std::shared_ptr<Block8Errors> errors_;
+  std::mutex changing_;
   std::vector<Coded> coded_;  // by bucket
   uint64_t window_;           // the number of this window
   bool is_captured_ = false;  // a step was captured

@@ -302,7 +302,7 @@ void Reducer::finish_window() {
   const Timeline::Wait waits(timeline_, What::tick, driver_.next());
   while (driver_.has_ticks_left()) driver_.tick();
   // A user's hook may start collectives in callbacks, at moments that differ between ranks. Nothing else may start in between.
-  const bool status_goes_first = driver_.way()->hook == nullptr;
+  const bool status_goes_first = !driver_.runs_users_code();
   if (status_goes_first) closing_.send_status(driver_);
   driver_.finish_all();
   if (!status_goes_first) closing_.send_status(driver_);

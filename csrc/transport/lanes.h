@@ -3,7 +3,6 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <string>
 #include <vector>
 
 #include "transport/works.h"
@@ -44,8 +43,7 @@ class Lanes {
     return cut(wire, unit, groups_.size() == 1 ? all : piece_bytes);
   }
 
-  // Cuts the wire into as many equal pieces of at least `least_bytes` as it has. A single piece is a new tensor too, because a
-  // bucket counts its pieces among the references to its wire.
+  // Cuts the wire into as many equal pieces of at least `least_bytes` as it has. A single piece is a new tensor too.
   static std::vector<at::Tensor> cut(const at::Tensor& wire, int64_t unit, int64_t least_bytes) {
     const auto bytes = static_cast<int64_t>(wire.nbytes());
     const auto pieces = std::clamp<int64_t>(bytes / least_bytes, 1, kMostPieces);
@@ -60,8 +58,6 @@ class Lanes {
     std::vector<at::Tensor> tensors{tensor};
     return groups_.front()->allreduce(tensors);
   }
-
-  std::string backend(c10::Device device) const { return groups_.front()->getBackend(device.type())->getBackendName(); }
 
  private:
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;

@@ -20,7 +20,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr int64_t kPartBytes = 1 << 20;   // what a thread reads at a time. It stays in cache until it is added up
-constexpr auto kMeetingTag = 0x4643ffff;  // far from those of pieces, and from the small numbers of users
+constexpr auto kMeetingTag = 0x4643ffff;  // just below those of pieces, and far from the small numbers of users
 
 std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
   try {

@@ -10,10 +10,6 @@
 namespace fastddp {
 namespace {
 
-bool is_power_of_two(int64_t number) {
-  return (number & (number - 1)) == 0;
-}
-
 // A wire that stages pass on flies once.
 void lay_out(std::vector<Travel>& travels, const Trip& trip) {
   const auto& shared = trip.shared;
@@ -64,19 +60,13 @@ void Driver::prepare(std::shared_ptr<Way> way) {
   slabs->allocate();
 }
 
-// Pack scales gradients in fp32 (fp64 for fp64). For the mean, an allreduce may do it instead. It too multiplies by 1/ranks before it
-// adds, but in the wire's dtype: for 16 bits only a power of two gives the same values.
 void Driver::set_weighting(const Weighting& weighting) {
   weighting_ = weighting;
-  if (way_ == nullptr || way_->hook != nullptr || !way_->lanes) return;
-  const auto times = way_->node && way_->codec->remembers ? static_cast<double>(way_->lanes->ranks()) : 1.0;
-  const bool may_average = way_->divides && !way_->node && !way_->keeps_runs && way_->nodes.empty();
+  if (trip_.runs_users_code) return;
   for (auto& travel : travels_) {
-    const auto dtype = travel.legs.empty() ? travel.spans.dtype : travel.legs.front().dtype;
-    const bool rounds_alike = c10::elementSize(dtype) >= 4 || is_power_of_two(way_->lanes->ranks());
-    travel.averages = may_average && rounds_alike && weighting.kind == Weighting::Kind::mean;
-    travel.scale = travel.averages ? 1.0 : times * scale();
-    travel.codec_scale = way_->node ? 1.0 / times : travel.scale;
+    travel.averages = travel.may_average && weighting.kind == Weighting::Kind::mean;
+    travel.scale = travel.averages ? 1.0 : trip_.times.value_or(1.0) * scale();
+    travel.codec_scale = trip_.times ? 1.0 / *trip_.times : travel.scale;
   }
 }
 
@@ -100,7 +90,7 @@ void Driver::begin_window() {
 void Driver::tick() {
   check_fits();
   // In it this thread may wait, or run a user's hook.
-  const Timeline::Wait waits(timeline_, way_->hook == nullptr ? What::tick : What::hook, ticks_);
+  const Timeline::Wait waits(timeline_, trip_.runs_users_code ? What::hook : What::tick, ticks_);
   in_window_ = true;
   const bool begins = ticks_ < travels_.size();
   if (begins) timeline_.happened(What::starts, ticks_);
@@ -114,8 +104,7 @@ void Driver::tick() {
 void Driver::gradient(Bucket& bucket, size_t member) {
   check_fits();
   auto& travel = travels_[bucket.index()];
-  const bool encodes = trip_.stages.front().leg && !travel.legs.empty() && bucket.kernels->pack_on_arrival();
-  if (encodes && !travel.wires.front().exists()) make_wire(travel, 0);
+  if (travel.encodes_on_arrival && !travel.wires.front().exists()) make_wire(travel, 0);
   trip_.gradient(*way_, travel, member);
 }
 
@@ -181,7 +170,7 @@ void Driver::cut(Travel& travel, size_t stage, const at::Tensor& travels) {
   auto& flight = travel.at(stage);
   flight.travels = travels;
   const auto& by = trip_.stages[flight.first];
-  const bool is_empty = !travels.defined() || (travels.numel() == 0 && way_->hook == nullptr);
+  const bool is_empty = !travels.defined() || (travels.numel() == 0 && !trip_.runs_users_code);
   const auto parts = is_empty ? Shards() : by.pieces(travels);
   TORCH_CHECK(parts.size() <= kMostPieces, "fastddp: bucket ", travel.bucket->index(), " is too long to travel in ",
               kMostPieces, " pieces");
@@ -202,7 +191,7 @@ void Driver::cut(Travel& travel, size_t stage, const at::Tensor& travels) {
   }
 }
 
-// Note [Collectives that were started]
+// Note [Collectives that were started], driver.h.
 void Driver::start(Travel& travel, size_t stage) {
   auto& flight = travel.at(stage);
   if (flight.pieces.empty() || travel.is_carried(stage)) return;
@@ -218,7 +207,7 @@ void Driver::start(Travel& travel, size_t stage) {
     });
   }
   std::optional<WithoutPythonObjects> without;
-  if (way_->hook == nullptr) without.emplace();
+  if (!trip_.runs_users_code) without.emplace();
   for (auto& count = flight.started[stage]; count < flight.pieces.size(); ++count) {
     auto& piece = flight.pieces[count];
     if (stage > flight.first) complete(stage - 1, piece);
@@ -445,7 +434,7 @@ void Driver::recover(Travel& travel) {
       who_waits_.wait_for(piece.works, piece.wire);
     }
   }
-  if (way_->keeps_runs && is_of_others_) {
+  if (trip_.ends_for_others && is_of_others_) {
     arrive(travel, lag());
     trip_.end(*way_, travel);
   } else {

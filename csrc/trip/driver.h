@@ -35,7 +35,7 @@ namespace fastddp {
 // Note [Room for the status]
 // The status of a window (note [Status of a window], window/status.h) can travel with the gradients of the last bucket: as
 // kStatusRoom numbers, which ranks add up. Then `write` is called with the room when all else is in the wire, also if the tick is
-// abandoned. When the bucket has ended its trip, take_status() returns the sums over ranks times `factor`.
+// abandoned. When the bucket has ended its trip, take_status() returns what has come: times `factor`, the sums over ranks.
 //
 // Note [A window that fails]
 // If backward raises on a rank, that rank has started the collectives of some buckets, the other ranks those of all. Each rank
@@ -65,9 +65,10 @@ class Driver {
   const Weighting& weighting() const { return weighting_; }
   // The factor for gradients that travel outside of buckets, before the ranks add them up.
   double scale() const {
-    const auto weighting = way_->hook == nullptr ? weighting_ : Weighting();  // a hook scales gradients itself if it wants to
+    const auto weighting = trip_.runs_users_code ? Weighting() : weighting_;
     return way_->all == nullptr ? 1.0 : weighting.scale(way_->all->getSize());
   }
+  bool runs_users_code() const { return trip_.runs_users_code; }
   // Note [What is remembered for good], codec/codec.h.
   bool remembers() const { return trip_.codec != nullptr && trip_.codec->remembers; }
   void keep();
@@ -149,7 +150,7 @@ class Driver {
   void recover(Travel& travel);
   void drain();
   // What is released while users' code is waited for; null: there is none.
-  std::mutex* lock_of_users() const { return way_->hook == nullptr ? nullptr : &lock_; }
+  std::mutex* lock_of_users() const { return trip_.runs_users_code ? &lock_ : nullptr; }
 
   Buckets& buckets_;
   Timeline& timeline_;

@@ -54,7 +54,9 @@ struct Travel {
   std::vector<Wire> wires = {};  // by leg
   double scale = 1.0;            // of gradients, where they are written first
   double codec_scale = 1.0;      // of what the codec encodes; in one level, that is the same
-  bool averages = false;         // an allreduce does the rest
+  bool may_average = false;      // an allreduce may divide in place of that scale, and rounds alike
+  bool averages = false;         // it does
+  bool encodes_on_arrival = false;
   std::vector<Flight> flights = {};
   std::vector<size_t> flight_of = {};  // by stage
   // By stage: whose flight carries the bucket, and in which stage of its own. Another bucket's, where it shares a wire.
@@ -106,7 +108,11 @@ struct Trip {
   void (*recover)(const Way& way, Travel& travel) = nullptr;
   // Averages a bucket that is not one of the plan's, with this scale: Driver::start_late().
   std::function<std::function<void()>(Bucket&, double scale)> late;
-  bool has_status = false;  // note [Room for the status], driver.h
+  bool has_status = false;       // note [Room for the status], driver.h
+  bool runs_users_code = false;  // which scales gradients itself, if it wants to
+  bool ends_for_others = false;  // where this rank has no inputs, its buckets end as in any window
+  // In two levels: pack multiplies by this too, and the codec's scale takes it back (note [Two levels of a bucket], way.h).
+  std::optional<double> times = {};
 };
 
 }  // namespace fastddp

@@ -90,8 +90,7 @@ at::Tensor encode(const Way& way, Travel& travel) {
 void encode_on_arrival(const Way& way, Travel& travel, size_t member) {
   auto& bucket = *travel.bucket;
   if (travel.legs.empty()) return pack_on_arrival(bucket, member, travel.scale);
-  if (!bucket.kernels->pack_on_arrival() || travel.legs.front().is_whole) return;  // it does where there are no streams
-  encode_members(way, travel, std::array{member});
+  if (travel.encodes_on_arrival) encode_members(way, travel, std::array{member});
 }
 
 at::Tensor measure_all(const Way&, Travel& travel) {

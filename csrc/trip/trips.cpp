@@ -38,9 +38,6 @@ Shards whole(const at::Tensor& wire) {
 Route over_lanes(const Way& way, c10::Device device, int64_t adds_unit) {
   const auto& lanes = *way.lanes;
   if (way.nodes.empty()) {
-    TORCH_CHECK_VALUE(adds_unit == 0,
-                      "fastddp: an allreduce adds up numbers, and this codec's bytes are none. Name the nodes "
-                      "of ranks, which then add up themselves.");
     return {{make_all_reduce(lanes)}, [lanes](const at::Tensor& wire) { return lanes.split(wire); }};
   }
   Route route;
@@ -87,8 +84,24 @@ void plan(Travels& travels, Codec& codec, int64_t owners) {
   }
 }
 
-int64_t adds_unit_of(const Travels& travels) {
-  return travels.front().legs.empty() ? 0 : travels.front().legs.front().adds_unit;
+int64_t adds_unit_of(const Way& way, const Travels& travels) {
+  const auto& legs = travels.front().legs;
+  TORCH_CHECK_VALUE(legs.empty() || legs.front().adds_unit == 0 || !way.nodes.empty(),
+                    "fastddp: an allreduce adds up numbers, and this codec's bytes are none. Name the nodes "
+                    "of ranks, which then add up themselves.");
+  return legs.empty() ? 0 : legs.front().adds_unit;
+}
+
+bool is_power_of_two(int64_t number) {
+  return (number & (number - 1)) == 0;
+}
+
+// Pack scales gradients in fp32 (fp64 for fp64). For the mean, an allreduce may do it instead. It too multiplies by 1/ranks before it
+// adds, but in the wire's dtype: for 16 bits only a power of two gives the same values.
+bool may_average(const Way& way, const Travel& travel) {
+  const auto dtype = travel.legs.empty() ? travel.spans.dtype : travel.legs.front().dtype;
+  const bool rounds_alike = c10::elementSize(dtype) >= 4 || is_power_of_two(way.lanes->ranks());
+  return way.divides && !way.keeps_runs && way.nodes.empty() && rounds_alike;
 }
 
 // Reserves a place in the slab of the lane that carries the wire's first piece, in this tick. Null: there is none.
@@ -102,7 +115,7 @@ void set_own_wire(Bucket& bucket, WireFormat format, const Collective& first, Sl
   if (slabs == nullptr || slabs->are_symmetric() || bucket.wire.exists() || bucket.lends_wire()) return;
   const auto bytes = Slabs::bytes(bucket.layout.wire_length(), format.dtype);
   const auto memory = place_of(slabs, first, bucket.index(), bucket, bytes, first.takes_room);
-  bucket.set_wire(format, memory, /*has_room=*/memory != nullptr && first.takes_room);
+  bucket.set_wire(format, memory, /*has_beside=*/memory != nullptr && first.takes_room);
 }
 
 // `tail`: elements after the last leg of the last bucket.
@@ -180,7 +193,7 @@ Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
     travel.spans.needs_wire = slabs != nullptr && slabs->are_symmetric() && way.lanes->ranks() > 1;
   }
   plan(travels, *way.codec, owners_of(way));
-  const auto adds_unit = adds_unit_of(travels);
+  const auto adds_unit = adds_unit_of(way, travels);
   const auto route =
       way.keeps_runs ? to_runs(way, *way.lanes, device, adds_unit, /*is_last=*/true) : over_lanes(way, device, adds_unit);
 
@@ -193,6 +206,10 @@ Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
     WireFormat format{dtype, aligned(dtype), route.owners * route.unit, &travel == &travels.back() ? tail : 0};
     travel.legs.empty() ? set_own_wire(*travel.bucket, format, *route.collectives.front(), slabs)
                         : travel.bucket->do_without_wire(format);
+    travel.may_average = may_average(way, travel);
+    // Where there are no streams.
+    const bool packs_on_arrival = travel.bucket->kernels->pack_on_arrival();
+    travel.encodes_on_arrival = !travel.legs.empty() && !travel.legs.front().is_whole && packs_on_arrival;
   }
 
   const Stage first{.write = encode, .leg = 0, .instead = void_own};
@@ -202,6 +219,7 @@ Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
     add_second_leg(trip, route, first);
   }
   plan_wires(travels, route, trip.shared, tail, slabs);
+  trip.ends_for_others = way.keeps_runs;
   trip.gradient = encode_on_arrival;
   trip.end = way.keeps_runs ? decode_mine : decode;
   trip.recover = recover;
@@ -229,7 +247,7 @@ Trip in_two_levels(const Way& way, Travels& travels, Slabs* slabs) {
     travel.spans.all = sharding->spans(travel.bucket->index());
   }
   plan(travels, *way.codec, owners_of(way));
-  const auto between = over_lanes(way, device, adds_unit_of(travels));
+  const auto between = over_lanes(way, device, adds_unit_of(way, travels));
   if (!fit_in_runs(travels, *sharding, between.owners * between.unit)) {
     for (auto& travel : travels) travel.spans.needs_wire = true;
     plan(travels, *way.codec, owners_of(way));
@@ -250,6 +268,8 @@ Trip in_two_levels(const Way& way, Travels& travels, Slabs* slabs) {
     const Route from_node{{make_from_owners(*way.node, {way.run_owners, runs_of(way.sharding)}, 1)}, whole};
     add_stages(trip, from_node, {.write = decode_run, .instead = void_own, .is_relayed = true});
   }
+  trip.times = way.codec->remembers ? static_cast<double>(way.lanes->ranks()) : 1.0;
+  trip.ends_for_others = way.keeps_runs;
   trip.gradient = pack_own_on_arrival;
   trip.end = way.keeps_runs ? decode_run_of_mine : unpack_own;
   trip.recover = recover_run;
@@ -262,6 +282,7 @@ Trip by_hook(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Sla
   for (auto& travel : travels) set_own_wire(*travel.bucket, {travel.bucket->layout.gradient_dtype()}, *way.hook, slabs);
   Trip trip;
   add_stages(trip, {{way.hook}, whole}, {.write = pack_own, .instead = void_hook});
+  trip.runs_users_code = true;
   trip.gradient = pack_own_on_arrival;
   trip.end = unpack_result;
   trip.recover = leave;
@@ -298,9 +319,9 @@ Travel* host_of(Travels& travels, const std::optional<Shared>& shared, size_t bu
 
 std::optional<Trip> make_trip(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Slabs* slabs, std::mutex& lock) {
   if (way.sharding != nullptr && !way.sharding->fit(buckets)) return std::nullopt;
-  if (buckets.empty()) return Trip();
   for (auto& bucket : buckets) travels.push_back({.bucket = &bucket, .spans = bucket.layout.spans()});
   if (way.hook != nullptr) return by_hook(way, buckets, travels, slabs, lock);
+  if (buckets.empty()) return Trip();
   if (!way.lanes) return nowhere(travels);
   return way.node ? in_two_levels(way, travels, slabs) : in_one_level(way, travels, slabs);
 }

@@ -11,7 +11,7 @@
 namespace fastddp {
 
 // Sets the formats of the buckets' wires, and fills `travels`. None: the way was made for other buckets. `slabs`: the places for
-// wires that do not exist yet; null: no such memory. `lock`: under which trips are made.
+// wires that do not exist yet; null: no such memory. `lock`: the reducer's, which hooks release.
 std::optional<Trip> make_trip(const Way& way, std::vector<Bucket>& buckets, std::vector<Travel>& travels, Slabs* slabs,
                               std::mutex& lock);
 

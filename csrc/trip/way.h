@@ -28,7 +28,7 @@ namespace fastddp {
 // status alone. A rank without inputs owes other nodes the sums of its neighbours. It does everything as in any window, with
 // zeros for its gradients.
 
-// Made by Python. It belongs to one reducer.
+// Made by Python, but for a reducer's first one. It belongs to one reducer.
 struct Way {
   // All ranks of the average; null: each rank keeps its own gradients.
   c10::intrusive_ptr<c10d::ProcessGroup> all;

@@ -61,7 +61,7 @@ class WindowStatus {
   // of `place`.
   void write(c10d::ProcessGroup& group, const at::Tensor& place, const Said& said);
   static constexpr int64_t kNumbers = 102;
-  // The ranks' sums, times `factor`, are in `sums`. The current stream has waited for them.
+  // What has come is in `sums`: times `factor`, the ranks' sums. The current stream has waited for them.
   void came(const at::Tensor& sums, double factor) {
     sums_ = sums;
     factor_ = factor;
