@@ -306,28 +306,3 @@ def test_nor_does_the_first_step_over_which_buckets_are_rebuilt(rank: int, hook:
     model.discard_step()
     assert len(state.errors) == 2
     assert not any(bool(error.any()) for error in state.errors.values())
-
-
-def errors_after_join(rank: int, threads: int) -> list[Tensor]:
-    """What 8 bits have left out on this rank, where rank 1 has an input less. A shard is read in parts by all threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        state, generator = BlockState(), torch.Generator().manual_seed(rank)
-        model = fastddp.DistributedDataParallel(nn.Linear(2048, 4096, bias=False))
-        model.register_comm_hook(state, comm_hooks.int8_compress_hook)
-        with model.join():
-            for _ in range(3 - rank):
-                model.zero_grad()
-                model(torch.randn(4, 2048, generator=generator)).sum().backward()
-        return list(state.errors.values())
-    finally:
-        torch.set_num_threads(before)
-
-
-@on_ranks(2)
-def test_a_rank_without_inputs_adds_up_the_same_by_several_threads(rank: int) -> None:
-    by_one, by_four = errors_after_join(rank, threads=1), errors_after_join(rank, threads=4)
-    assert [bool(error.any()) for error in by_one] == [True]
-    for one, four in zip(by_one, by_four, strict=True):
-        assert torch.equal(one, four)

@@ -55,6 +55,7 @@ def test_memory_that_may_be_on_its_way_outlives_an_interrupted_model(
     model = fastddp.DistributedDataParallel(Parts("a"), gradient_as_bucket_view=True)
     model(local_input(rank)).backward()
     wire = StorageWeakRef(next(model.parameters()).grad.untyped_storage())
+    model.zero_grad()  # parameters are kept, and their gradients would be
     if is_interrupted:
         import_library(library).interrupt(model.reducer.interruption, "another rank is stopped")
     del model
