@@ -41,7 +41,6 @@ class Sharding {
   size_t buckets() const { return plan_.size(); }
   c10::Device device() const { return spans_.front().front().like.device(); }
 
-  size_t rank() const { return rank_; }
   // The format that the bucket's wire must have between nodes.
   WireFormat format_of(const Layout& layout) const {
     const auto dtype = layout.gradient_dtype();
