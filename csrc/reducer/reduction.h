@@ -10,6 +10,7 @@
 #include "reducer/other_reducers.h"
 #include "reducer/shared_sums.h"
 #include "transport/weighting.h"
+#include "trip/driver.h"
 #include "window/window.h"
 
 namespace fastddp {
