@@ -49,11 +49,6 @@ class Buckets {
     const auto [bucket, member] = places_[parameter];
     buckets_[bucket].marks[member].set(gradient(parameter));
   }
-  void mark_all() {
-    for (auto& bucket : buckets_) {
-      for (size_t member = 0; member < bucket.size(); ++member) bucket.marks[member].set(std::as_const(bucket).held(member));
-    }
-  }
   bool still_holds(size_t parameter) const {
     if (!has(parameter)) return gradient(parameter).defined();
     const auto [bucket, member] = places_[parameter];

@@ -126,7 +126,7 @@ void Closing::exchange_sparse_gradients(const Driver& driver) {
 
 void Closing::sum_over_ranks(const Driver& driver, std::vector<at::Tensor>& sparse_gradients, bool is_void) {
   auto* const group = driver.way()->all.get();
-  if (group == nullptr || sparse_gradients.empty()) return;
+  if (group == nullptr) return;
   std::vector<at::Tensor> parameters;
   for (const auto parameter : buckets_.sparse()) parameters.push_back(buckets_.parameters()[parameter]);
   sum_sparse_gradients(*group, sparse_gradients, parameters, driver.scale(), is_void);

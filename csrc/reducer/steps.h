@@ -66,7 +66,9 @@ class Steps {
 
   // The window has ended well.
   void window_finished() {
-    if (driver_.remembers()) buckets_.mark_all();
+    if (driver_.remembers()) {
+      for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) buckets_.mark(parameter);
+    }
     is_unstepped_ = !stepped_in_window_;
     if (std::exchange(stepped_in_window_, false)) driver_.keep();
   }

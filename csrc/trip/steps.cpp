@@ -25,8 +25,8 @@ void encode_members(const Way& way, Travel& travel, Numbers members) {
     bucket.window[member].packed = true;
     keep_for_current_stream(span.gradient);
   }
+  measure_local(bucket, not_read);
   spans.sums = bucket.local_sums ? &*bucket.local_sums : nullptr;
-  if (spans.sums != nullptr) measure_local(bucket, not_read);
   for (const auto member : members) bucket.window[member].measured = true;
   spans.call = bucket.window.packs++;
   way.codec->encode(0, spans, members, travel.wires, travel.codec_scale);
