@@ -40,7 +40,7 @@ from fastddp.planning.planner import check_planned_hook
 from fastddp.ranks.backends import check_group, check_numbers, default_group
 from fastddp.ranks.hierarchy import HierarchyArgument, check_hierarchy, describe_hierarchy
 from fastddp.ranks.wire_memory import WireMemory
-from fastddp.torch_compat.compiling import ActiveModel
+from fastddp.torch_compat.compiling import ActiveModel, CompiledGraphs, call, leave_alone
 from fastddp.torch_compat.job_options import hook_in_force, with_job_options
 from fastddp.torch_compat.optimizer_in_backward import take_over_optimizers
 from fastddp.torch_compat.refusals import check_beside_torchs, refuse_distributed_autograd
@@ -223,6 +223,7 @@ class DistributedDataParallel(Additions):
             self._recipe = dataclasses.replace(self._recipe, wire=self._low_precision.wire)
             steps.insert(0, self._low_precision.copy_of)
         self._stand_ins = StandIns(steps) if steps else None
+        self._graphs = CompiledGraphs(parameters.tensors, parameters.names, have_stand_ins=bool(steps))
         self._buffer_sync = BufferSync()
         self._comm_hook: tuple[object, Callable[..., Any]] | None = None
         self._hook_may_change = False
@@ -237,6 +238,10 @@ class DistributedDataParallel(Additions):
         presence.tell(self.engine.now, watch, hook and hook[1])
 
     # ------------------------------------------------------------------------------------------------- construction
+
+    def _make_engine(self) -> None:
+        leave_alone(DistributedDataParallel.forward, DistributedDataParallel._run_ddp_forward)
+        super()._make_engine()
 
     def _set_torch_attributes(self, module: nn.Module, dim: int, batched_grad_copy: bool) -> None:
         """Set the attributes that frameworks and torch's inherited methods read."""
@@ -303,9 +308,8 @@ class DistributedDataParallel(Additions):
 
     # -------------------------------------------------------------------------------------------------------- a step
 
-    # torch.compile skips these methods, and compiles the module.
+    # torch.compile leaves these methods alone, and compiles the module.
 
-    @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; outside ``no_sync``, its next backward synchronises gradients.
 
@@ -321,12 +325,11 @@ class DistributedDataParallel(Additions):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
-    @torch._disable_dynamo(recursive=False)
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._inside_ddp_forward():
-            if self._stand_ins is None:
-                return self.module(*inputs, **kwargs)
-            return self._stand_ins.run(self.module, inputs, kwargs)
+        with self._inside_ddp_forward() as needs_a_frame:
+            if self._stand_ins is not None:
+                return self._stand_ins.run(self.module, inputs, kwargs)
+            return call(self.module, inputs, kwargs) if needs_a_frame else self.module(*inputs, **kwargs)
 
     @torch._disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -346,6 +349,7 @@ class DistributedDataParallel(Additions):
         if grad_enabled:
             engine.check_none_missing()
             engine.look_for_corruption()
+            self._graphs.check(self.reducer, self.process_group.rank())
         self.reducer.begin_forward(grad_enabled)
         Join.notify_join_context(self)
         self._note_who_has_inputs()
@@ -382,7 +386,7 @@ class DistributedDataParallel(Additions):
 
     @torch._disable_dynamo
     def _inside_ddp_forward(self) -> ActiveModel:  # type: ignore[override]
-        return ActiveModel(self, self._recipe.config.bucket_caps[0])
+        return ActiveModel(self, self._recipe.config.bucket_caps[0], self._graphs)
 
     @torch._disable_dynamo
     def _post_forward(self, output: Any) -> Any:
@@ -394,6 +398,7 @@ class DistributedDataParallel(Additions):
         if synchronises:
             self.logger.forward_ends(self.reducer)
             self.engine.arm(output)
+            self._graphs.look(output)
         elif torch.is_grad_enabled():
             self.engine.local_steps.note_forward_without_sync()
         # If this forward synchronises nothing, the next one does not synchronise buffers.
@@ -479,6 +484,7 @@ class DistributedDataParallel(Additions):
                 "the group it is restored with. Save model.module or state_dict() instead." + see("FD039")
             )
         state = copy.copy(self.__dict__)
+        state.pop("_compiled_call_impl", None)  # of Module.compile(); it would call this model
         for name in ("process_group", "reducer", "logger", "engine", "_number"):
             del state[name]
         return state

@@ -243,6 +243,17 @@ FD049: A layer writes gradients where they are not averaged
   that holds a sum over ranks, which would count several times.
 - Wrap the module with main_grads="main_grad", or build the layer without fused accumulation. With
   gradient_average="sum", call model.zero_grad() after each step.
+FD050: An optimizer steps inside the backward of a compiled graph
+- Gradients of a compiled graph travel while its backward runs. A communication hook, or another thread, has let an
+  optimizer step then. The graph may still read the parameters, and would compute with those of the next step.
+- Step after backward. Or set torch._dynamo.config.optimize_ddp = False before the model is compiled, so that all
+  gradients of a graph come when it ends; or do not compile.
+FD051: Gradients of a compiled graph come when it ends
+- Usually fastddp compiles one graph, and gradients travel while its backward runs. Here they do not. The message says
+  why: other tensors stand in the parameters' places, a step inside backward, CUDA graphs (mode="reduce-overhead" and
+  "max-autotune"), or code that was compiled outside of the wrapper's forward. Gradients are right, but less overlaps.
+- Wrap the module before its first forward. Leave torch._dynamo.config.optimize_ddp at True, and use mode="default" or
+  "max-autotune-no-cudagraphs". Or leave it as it is: only time is lost.
 """
 
 

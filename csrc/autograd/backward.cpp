@@ -81,6 +81,14 @@ bool Backwards::is_inside_nested() {
   return is_inside_one() && current_task().reentrant_depth_ > 0;
 }
 
+// The engine counts down what a node still waits for, and keeps what has come.
+bool Backwards::only_this_node_brings(torch::autograd::Node* accumulator) {
+  auto& task = const_cast<GraphTask&>(current_task());  // for its lock
+  const std::lock_guard lock(task.mutex_);
+  const auto waits_for = task.dependencies_.find(accumulator);
+  return waits_for != task.dependencies_.end() && waits_for->second == 1 && !task.not_ready_.contains(accumulator);
+}
+
 void Backwards::note(std::function<void()> on_end) {
   last_ = Backward::current();
   lost_one_ = number_ >= 0 && number() > number_ + 1;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <functional>
 #include <memory>
@@ -52,12 +53,16 @@ class Backwards {
   static bool is_inside_one() { return number() != -1; }
   // Whether the current backward computes chosen gradients only: torch.autograd.grad(), backward(inputs=...).
   static bool is_for_a_choice();
+  // The engine's number of the last backward.
+  int last_number() const { return number_; }
   // The current backward is for a choice, and has reached outputs of the last forward.
   void note_choice() { choice_ = number(); }
   // Whether note_choice() was called in the current backward.
   bool is_noted_choice() const { return is_inside_one() && choice_ == number(); }
   // Whether a reentrant checkpoint started the current backward inside another one, which ends later.
   static bool is_inside_nested();
+  // Inside a node of the current backward: whether that node alone brings something to `accumulator`.
+  static bool only_this_node_brings(torch::autograd::Node* accumulator);
   // Calls back when the current backward ends well.
   static void when_this_one_ends(std::function<void()> call);
   // Makes the current backward the last one. Calls back when it ends well.

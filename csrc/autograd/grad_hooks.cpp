@@ -1,10 +1,13 @@
 #include "autograd/grad_hooks.h"
 
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
+#include "autograd/backward.h"
+#include "bucket/gradient_memory.h"
 #include "errors/see.h"
 
 namespace fastddp {
@@ -68,20 +71,19 @@ bool held_by_parameter_alone(const at::Tensor& gradient, const variable_list& in
   return references.are_all();
 }
 
-// Runs before a node of the graph.
+// Runs before a node of the graph. Returns whether the node gets the gradients.
 class BeforeNode : public torch::autograd::FunctionPreHook {
  public:
-  explicit BeforeNode(std::function<void(const variable_list&)> call) : call_(std::move(call)) {}
+  explicit BeforeNode(std::function<bool(const variable_list&)> call) : call_(std::move(call)) {}
 
   variable_list operator()(const variable_list& gradients) override {
-    call_(gradients);
-    return gradients;
+    return call_(gradients) ? gradients : variable_list(gradients.size());
   }
 
   void compiled_args(torch::autograd::CompiledNodeArgs&) const override { TORCH_CHECK(false, kNotCompiled, see("FD038")); }
 
  private:
-  std::function<void(const variable_list&)> call_;
+  std::function<bool(const variable_list&)> call_;
 };
 
 }  // namespace
@@ -95,34 +97,66 @@ bool on_backward_through(const std::vector<at::Tensor>& outputs, const std::func
   for (const auto& output : outputs) {
     const auto& node = output.grad_fn();
     if (!node) continue;
-    node->add_pre_hook(std::make_unique<BeforeNode>([on_begin](const variable_list&) { on_begin(); }));
+    node->add_pre_hook(std::make_unique<BeforeNode>([on_begin](const variable_list&) {
+      on_begin();
+      return true;
+    }));
     any = true;
   }
   return any;
 }
 
-GradHooks::GradHooks(const std::vector<at::Tensor>& parameters, const BeforeGradient& before_gradient,
-                     const OnGradient& on_gradient) {
+GradHooks::GradHooks(const std::vector<at::Tensor>& parameters, const BeforeGradient& before_gradient, OnGradient on_gradient)
+    : on_gradient_(std::move(on_gradient)) {
   hooks_.reserve(parameters.size());
   for (size_t index = 0; index < parameters.size(); ++index) {
     auto accumulator = torch::autograd::impl::grad_accumulator(parameters[index]);
     TORCH_CHECK(accumulator, "fastddp: parameter ", index, " does not require a gradient");
-    auto before = std::make_unique<BeforeNode>(
-        [before_gradient, index](const variable_list& incoming) { before_gradient(index, incoming.at(0).defined()); });
+    auto before = std::make_unique<BeforeNode>([this, before_gradient, index](const variable_list& incoming) {
+      if (came_early(index)) return false;
+      before_gradient(index, incoming.at(0).defined());
+      return true;
+    });
     const auto* const before_hook = before.get();
     accumulator->add_pre_hook(std::move(before));
     const auto after = accumulator->add_post_hook(std::make_unique<LambdaPostHook>(
-        [on_gradient, index, parameter = parameters[index]](const variable_list& outputs, const variable_list& inputs) {
-          on_gradient(index, inputs.at(0), held_by_parameter_alone(parameter.grad(), inputs));
+        [this, index](const variable_list& outputs, const variable_list& inputs) {
+          if (!came_early(index)) {
+            on_gradient_(index, inputs.at(0), held_by_parameter_alone(hooks_[index].parameter.grad(), inputs));
+          }
           return outputs;
         },
         [](torch::autograd::CompiledNodeArgs&) { TORCH_CHECK(false, kNotCompiled, see("FD038")); }));
-    hooks_.push_back({std::move(accumulator), before_hook, after});
+    hooks_.push_back({parameters[index], std::move(accumulator), before_hook, after});
   }
 }
 
 GradHooks::~GradHooks() {
   remove();
+}
+
+bool GradHooks::came_early(size_t parameter) const {
+  return Backwards::is_inside_one() && hooks_[parameter].came_early_in == Backwards::number();
+}
+
+bool GradHooks::may_come_early(size_t parameter) const {
+  if (!Backwards::is_inside_one() || Backwards::is_for_a_choice() || parameter >= hooks_.size()) return false;
+  auto& node = *hooks_[parameter].accumulator;
+  const bool is_alone = node.pre_hooks().size() == 1 && node.post_hooks().size() == 1 && node.tensor_pre_hooks().empty() &&
+                        !node.tensor_post_acc_grad_hooks();
+  return is_alone && !came_early(parameter) && Backwards::only_this_node_brings(&node);
+}
+
+void GradHooks::accumulate_early(size_t parameter, const at::Tensor& gradient, bool may_share) {
+  auto& hook = hooks_[parameter];
+  const c10::AutoGradMode no_grad(false);
+  // The accumulator takes the memory of a tensor to which nobody else refers.
+  auto incoming = may_share ? as_gradient(gradient) : gradient.clone();
+  const bool shares = may_share && !hook.parameter.grad().defined();
+  hook.came_early_in = Backwards::number();
+  (*hook.accumulator)({incoming});
+  // The graph, too, refers to what is shared, and drops it.
+  on_gradient_(parameter, incoming, shares || held_by_parameter_alone(hook.parameter.grad(), {incoming}));
 }
 
 std::vector<size_t> GradHooks::lost(const std::vector<at::Tensor>& parameters) const {

@@ -140,7 +140,8 @@ void bind_exchanges(py::module_& m) {
       .def_readwrite("all", &Way::all)
       .def_readwrite("node", &Way::node)
       .def_readwrite("sharding", &Way::sharding)
-      .def_readwrite("keeps_runs", &Way::keeps_runs);
+      .def_readwrite("keeps_runs", &Way::keeps_runs)
+      .def_readwrite("steps_optimizers", &Way::steps_optimizers);
 
   py::class_<RegisteredMemory, std::shared_ptr<RegisteredMemory>>(m, "RegisteredMemory",
                                                                   "Where wires come from; csrc/transport/registered_memory.h.")

@@ -157,6 +157,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def("fix_usage", &Reducer::fix_usage);
   def("set_plan", &Reducer::set_plan, py::arg("plan"));
   def("parameters_without_hook", &Reducer::parameters_without_hook);
+  def("handed_over", &Reducer::handed_over);
+  def("steps_inside_backward", &Reducer::steps_inside_backward);
   def("remove_hooks", &Reducer::remove_hooks);
   def("windows", &Reducer::windows);
   def("measure", &Reducer::measure);

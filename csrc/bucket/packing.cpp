@@ -129,6 +129,15 @@ void leave_wire(Bucket& bucket, size_t member) {
   if (bucket.wire.has(gradient)) take_memory_of(gradient, bucket.layout.empty_gradient(member).copy_(gradient));
 }
 
+void leave_shared_memory(Bucket& bucket) {
+  for (size_t member = 0; member < bucket.size(); ++member) {
+    const auto& state = bucket.window[member];
+    const auto& gradient = std::as_const(bucket).held(member);
+    if (!state.exclusive || state.packed || !gradient.defined()) continue;
+    take_memory_of(gradient, bucket.layout.empty_gradient(member).copy_(gradient));
+  }
+}
+
 void settle(Bucket& bucket, size_t member, bool exclusive) {
   const auto& gradient = std::as_const(bucket).held(member);
   const auto& form = bucket.layout.form();

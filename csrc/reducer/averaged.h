@@ -24,6 +24,8 @@ class Averaged {
   // When gradients are final and averaged, calls back: inside the backward, on the stream that wrote them.
   void call(Callback callback) { callback_ = std::move(callback); }
 
+  bool calls() const { return static_cast<bool>(callback_); }
+
   // The exchange has written the bucket's gradients, on the current stream.
   void bucket_finished(Bucket& bucket) const {
     // Otherwise only the end of the window tells what becomes of gradients.

@@ -51,6 +51,10 @@ constexpr auto kBeginsInCheckpoint =
     "no_sync(), after a forward outside of it whose backward never came. Return tensors in such containers, or use "
     "checkpoint(..., use_reentrant=False).";
 
+constexpr auto kStepsInCompiledBackward =
+    "fastddp: an optimizer of this model steps inside the backward of a compiled graph, which may still read the parameters. Step "
+    "after backward, or compile with torch._dynamo.config.optimize_ddp = False: then all gradients of a graph come when it ends.";
+
 constexpr auto kViewsInTwoWires =
     "fastddp: another DistributedDataParallel of this process averages gradients of the same parameters in this backward, "
     "and with gradient_as_bucket_view=True a gradient lives in the buckets of one of them only. Wrap without "

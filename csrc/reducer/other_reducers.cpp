@@ -32,9 +32,8 @@ Registered& registered() {
 
 }  // namespace
 
-OtherReducers::OtherReducers(const Reducer& own, const std::vector<at::Tensor>& parameters)
-    : own_(own), parameters_(parameters) {
-  for (const auto& parameter : parameters) held_.insert(parameter.unsafeGetTensorImpl());
+OtherReducers::OtherReducers(Reducer& own, const std::vector<at::Tensor>& parameters) : own_(own), parameters_(parameters) {
+  for (const auto& parameter : parameters) numbers_.emplace(parameter.unsafeGetTensorImpl(), numbers_.size());
   const std::lock_guard lock(registered().mutex);
   registered().all.push_back(this);
 }
@@ -44,13 +43,25 @@ OtherReducers::~OtherReducers() {
   std::erase(registered().all, this);
 }
 
+std::pair<std::shared_ptr<Reducer>, size_t> OtherReducers::only_reducer_of(const at::Tensor& parameter) {
+  const std::lock_guard lock(registered().mutex);
+  std::pair<std::shared_ptr<Reducer>, size_t> only;
+  for (const auto* one : registered().all) {
+    const auto found = one->numbers_.find(parameter.unsafeGetTensorImpl());
+    if (found == one->numbers_.end()) continue;
+    if (only.first) return {};
+    only = {one->own_.weak_from_this().lock(), found->second};
+  }
+  return only;
+}
+
 bool OtherReducers::read_gradients() const {
   const std::lock_guard lock(registered().mutex);
   return std::ranges::any_of(parameters_, [&](const auto& parameter) {
     size_t holders = 0;
     bool is_read = false;
     for (const auto* one : registered().all) {
-      if (!one->held_.contains(parameter.unsafeGetTensorImpl())) continue;
+      if (!one->numbers_.contains(parameter.unsafeGetTensorImpl())) continue;
       ++holders;
       is_read |= one != this && one->own_.reacts();
     }

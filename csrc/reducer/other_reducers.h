@@ -3,7 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <unordered_set>
+#include <memory>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace fastddp {
@@ -23,9 +25,12 @@ class Reducer;
 // Registers a reducer for as long as it lives, and looks at the other reducers of the process.
 class OtherReducers {
  public:
-  OtherReducers(const Reducer& own, const std::vector<at::Tensor>& parameters);
+  OtherReducers(Reducer& own, const std::vector<at::Tensor>& parameters);
   ~OtherReducers();
   C10_DISABLE_COPY_AND_ASSIGN(OtherReducers);
+
+  // The only reducer that has this parameter, and the parameter's number there; null: none, or several.
+  static std::pair<std::shared_ptr<Reducer>, size_t> only_reducer_of(const at::Tensor& parameter);
 
   // Whether another reducer now reacts to gradients of these parameters, too, or one that is not fastddp's may: it has a hook.
   bool read_gradients() const;
@@ -33,9 +38,9 @@ class OtherReducers {
   bool share_group() const;
 
  private:
-  const Reducer& own_;
+  Reducer& own_;
   const std::vector<at::Tensor>& parameters_;
-  std::unordered_set<const at::TensorImpl*> held_;  // the parameters
+  std::unordered_map<const at::TensorImpl*, size_t> numbers_;  // of the parameters
 };
 
 }  // namespace fastddp

@@ -6,9 +6,6 @@
 #include <optional>
 #include <utility>
 
-#include "errors/see.h"
-#include "reducer/errors.h"
-
 namespace fastddp {
 namespace {
 
@@ -40,6 +37,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       reduction_(*this, buckets_, window_, driver_, timeline_, mutex_),
       local_(buckets_, window_),
       closing_(buckets_, window_, *process_group_, reduction_.shared_sums()),
+      were_handed_over_(buckets_.parameters().size()),
       hooks_(
           buckets_.parameters(), [this](size_t parameter, bool is_defined) { before_gradient(parameter, is_defined); },
           [this](size_t parameter, const at::Tensor& incoming, bool exclusive) {
@@ -216,6 +214,31 @@ void Reducer::begin_with_gradient() {
   note_backward();
   TORCH_CHECK(was_seen || !window_.may_end_early() || !Backwards::is_inside_nested(), kBeginsInCheckpoint, see("FD011"));
   begin_reduction();
+}
+
+void Reducer::hand_over(size_t parameter, const at::Tensor& gradient) {
+  were_handed_over_[parameter] = true;
+  const bool is_wanted = window_.is_open() || window_.may_begin();
+  if (!is_wanted || steps_inside_backward() || !hooks_.may_come_early(parameter)) return;
+  before_gradient(parameter, /*is_defined=*/true);
+  bool may_share = false;
+  auto arriving = gradient;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!window_.is(WindowState::reducing) || !backwards_.last().runs()) return;
+    const c10::AutoGradMode no_grad(false);
+    if (!buckets_.form().in_main_grad) arriving = gradient.to(buckets_.gradient_dtype(parameter));
+    may_share = may_share_memory(parameter, arriving);
+  }
+  hooks_.accumulate_early(parameter, arriving, may_share);
+}
+
+// A main gradient takes the sum at once. Otherwise a gradient leaves its memory only when it moves into the wire.
+bool Reducer::may_share_memory(size_t parameter, const at::Tensor& gradient) const {
+  if (buckets_.form().in_main_grad) return true;
+  if (!buckets_.has(parameter) || !window_.comes_last_next(parameter)) return false;
+  const auto& bucket = buckets_.all()[buckets_.place(parameter).bucket];
+  return bucket.wire.is_planned() && !bucket.window.left_in_place && bucket.layout.format().dtype == gradient.scalar_type();
 }
 
 void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) {

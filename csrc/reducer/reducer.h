@@ -1,6 +1,7 @@
 // Conducts the exchange of one model's gradients. docs/design.md, section 1, follows a gradient on its way.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -9,9 +10,11 @@
 #include "autograd/backward.h"
 #include "autograd/grad_hooks.h"
 #include "bucket/buckets.h"
+#include "errors/see.h"
 #include "observe/timeline.h"
 #include "reducer/averaged.h"
 #include "reducer/closing.h"
+#include "reducer/errors.h"
 #include "reducer/layers.h"
 #include "reducer/local_gradients.h"
 #include "reducer/reduction.h"
@@ -42,6 +45,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // backward that reaches none of them begins before its first gradient, which may be inside a reentrant checkpoint.
   void arm(const std::vector<at::Tensor>& outputs = {});
 
+  // A compiled backward has computed this parameter's gradient, and goes on: note [Handed over], grad_hooks.h.
+  void hand_over(size_t parameter, const at::Tensor& gradient);
+  // The parameters for which that has been called.
+  std::vector<size_t> handed_over() const {
+    return those(were_handed_over_.size(), [this](size_t parameter) { return were_handed_over_[parameter].load(); });
+  }
+  // Whether an optimizer steps a parameter as soon as its gradient is averaged. A compiled backward that goes on may read it.
+  bool steps_inside_backward() {
+    const std::lock_guard lock(mutex_);
+    return averaged_.calls() || driver_.way()->steps_optimizers;
+  }
+
   // Makes a partial window fail.
   void give_up() {
     const std::lock_guard lock(mutex_);
@@ -62,6 +77,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // An optimizer of the model begins or ends its step: note [Steps], steps.h.
   void note_optimizer(bool begins) {
     const std::lock_guard lock(mutex_);
+    const bool is_inside = begins && backwards_.last().runs();
+    TORCH_CHECK(!is_inside || !hooks_.any_came_early_in(backwards_.last_number()), kStepsInCompiledBackward, see("FD050"));
     timeline_.happened(begins ? What::optimizer : What::after_optimizer);
     if (!begins) steps_.optimizer_stepped();
   }
@@ -209,6 +226,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void note_backward();
   void before_gradient(size_t parameter, bool is_defined);
   void begin_with_gradient();
+  bool may_share_memory(size_t parameter, const at::Tensor& gradient) const;
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
   void on_local_gradient(size_t parameter, bool exclusive);
   void begin_reduction(bool at_outputs = false);
@@ -245,7 +263,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reduction reduction_;
   LocalGradients local_;
   Closing closing_;
-  GradHooks hooks_;  // last: they call the members above
+  std::vector<std::atomic<bool>> were_handed_over_;  // by parameter
+  GradHooks hooks_;                                  // last: they call the members above
 };
 
 }  // namespace fastddp

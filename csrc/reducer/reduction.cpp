@@ -11,8 +11,7 @@
 
 namespace fastddp {
 
-Reduction::Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Driver& driver, Timeline& timeline,
-                     std::mutex& lock)
+Reduction::Reduction(Reducer& reducer, Buckets& buckets, Window& window, Driver& driver, Timeline& timeline, std::mutex& lock)
     : reducer_(reducer),
       buckets_(buckets),
       window_(window),

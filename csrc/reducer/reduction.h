@@ -29,7 +29,7 @@ inline bool came(const Window& window, const Buckets& buckets, size_t parameter)
 // All functions are called with the reducer's lock held, except begin_sum().
 class Reduction {
  public:
-  Reduction(const Reducer& reducer, Buckets& buckets, Window& window, Driver& driver, Timeline& timeline, std::mutex& lock);
+  Reduction(Reducer& reducer, Buckets& buckets, Window& window, Driver& driver, Timeline& timeline, std::mutex& lock);
 
   Layers& layers() { return layers_; }
   SharedSums& shared_sums() { return shared_sums_; }

@@ -474,7 +474,10 @@ void Driver::void_what_was_done() {
   }
   // Of a window that failed.
   buckets_.side_streams().synchronize();
-  for (auto& bucket : buckets_.all()) zero_wire(bucket);
+  for (auto& bucket : buckets_.all()) {
+    zero_wire(bucket);
+    leave_shared_memory(bucket);
+  }
   for (size_t index = 0; index < finished_; ++index) {
     auto& bucket = buckets_[index];
     if (!has_streams(bucket.device())) continue;  // the host had written them before the exception

@@ -40,6 +40,7 @@ struct Way {
   // Which rank has what: of the optimizer, or in two levels of each node.
   std::shared_ptr<Sharding> sharding = nullptr;
   bool keeps_runs = false;         // a rank gets the averages of its own run alone
+  bool steps_optimizers = false;   // the hook lets an optimizer step inside backward
   std::optional<Lanes> node = {};  // two levels: the ranks of the node
   std::shared_ptr<Hook> hook = nullptr;
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> hook_groups = {};  // that it may send over, too

@@ -152,6 +152,10 @@ class Window {
   // A local gradient is averaged as it is.
   void synchronise_local(size_t parameter) { parameters_[parameter].arrival = Arrival::local_synchronised; }
 
+  // Whether the parameter's next hook is the last one that its bucket waits for.
+  bool comes_last_next(size_t parameter) const {
+    return waits_for(parameter) && parameters_[parameter].hooks + 1 == parameters_[parameter].expected;
+  }
   // Whether the window waits for the parameter, and its gradient is not final.
   bool is_missing(size_t parameter) const {
     return waits_for(parameter) && parameters_[parameter].hooks < parameters_[parameter].expected;

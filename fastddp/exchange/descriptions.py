@@ -202,6 +202,12 @@ class Noop(Exchange):
         return _C.Way.nowhere()
 
 
+# Torch's modules of hooks in which an optimizer steps.
+_WITH_OPTIMIZERS = tuple(
+    f"torch.distributed.algorithms.ddp_comm_hooks.{name}" for name in ("ddp_zero_hook", "optimizer_overlap_hooks")
+)
+
+
 @dataclass(frozen=True, eq=False)
 class PythonHook(Exchange):
     """A hook written for torch's DDP, called for each bucket."""
@@ -220,7 +226,9 @@ class PythonHook(Exchange):
         hook = _returning_futures(self.hook, name)
         held = (self.state, *getattr(self.state, "__dict__", {}).values())
         groups = [one for one in held if isinstance(one, dist.ProcessGroup)]  # over which it sends, as torch's hooks do
-        return _C.Way.by_hook(self.state, hook, name, setting.process_group, groups)
+        way = _C.Way.by_hook(self.state, hook, name, setting.process_group, groups)
+        way.steps_optimizers = getattr(self.hook, "__module__", None) in _WITH_OPTIMIZERS
+        return way
 
 
 def _name_of(hook: Callable[..., object]) -> str:

@@ -1,41 +1,207 @@
-"""Makes torch.compile cut a model's graph at its buckets.
+"""torch.compile: one graph, out of the middle of whose backward gradients go to their buckets.
 
-All gradients of a compiled graph come at once. So dynamo cuts the graph of the model whose forward runs into one for
-each bucket (``torch/_dynamo/backends/distributed.py``). It walks the parameters from the last used to the first, as
-``plan_buckets`` does, and asks the model for one cap, ``bucket_bytes_cap``. It takes the first bucket's cap from a
-constant of ``torch.distributed`` (1 MiB), and fails if the other cap is smaller.
+A compiled backward gives autograd all its gradients when it ends. So dynamo cuts the graph of the DDP whose forward
+runs: it makes a ``DDPOptimizer`` (``torch/_dynamo/backends/distributed.py``), which compiles a graph for each bucket.
+While a forward of fastddp's runs, another function makes what dynamo gets. The graph stays whole, and has an operator
+where a parameter is first used, because autograd runs the latest nodes first. Forward passes the parameter on; backward
+hands its gradient over: note [Handed over], ``csrc/autograd/grad_hooks.h``. Parameters are inputs of the graph, so
+graphs of the same code serve other parameters too, and torch's caches hold.
+
+Where gradients cannot be handed over, dynamo cuts as for torch's DDP. It walks the parameters from the last used to the
+first, as ``plan_buckets`` does, and asks the model for one cap, ``bucket_bytes_cap``. It takes the first bucket's cap
+from a constant of ``torch.distributed`` (1 MiB), and fails if the other cap is smaller.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from fastddp._C import Reducer
+from fastddp.errors import see
+from fastddp.module.nested import tensors_in
 
 _CONSTANT = "_DEFAULT_FIRST_BUCKET_BYTES"
 
 
+def leave_alone(*functions: Callable[..., Any]) -> None:
+    """Tell dynamo not to compile these, but what they call.
+
+    ``torch._disable_dynamo(recursive=False)`` would put a frame of torch's around them, for which dynamo breaks the
+    graph of a compiled wrapper. Dynamo takes seconds to import, so no decorator does this.
+    """
+    import torch._dynamo.backends.distributed
+
+    for function in functions:
+        torch._dynamo.decorators.skip(function)
+
+
+def call(module: nn.Module, inputs: Any, kwargs: Any) -> Any:
+    """Call ``module``; where the wrapper is compiled, dynamo compiles this call as one.
+
+    Dynamo leaves frames of torch's own forwards alone, such as that of ``nn.Sequential``, and so would compile its
+    layers one by one, or nothing. This frame is for it to begin with, as ``torch.compile`` of such a module has one.
+    """
+    return module(*inputs, **kwargs)
+
+
+@functools.cache
+def _is_left_alone(function: Callable[..., Any]) -> bool:
+    return bool(torch._dynamo.trace_rules.check(function))
+
+
+class CompiledGraphs:
+    """What becomes of the graphs that dynamo compiles while one model's forward runs.
+
+    Args:
+        parameters: the model's.
+        names: their names, in the same order.
+        have_stand_ins: while the model runs, other tensors are in the places of its parameters.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], names: Sequence[str], have_stand_ins: bool) -> None:
+        self._parameters = parameters
+        self._names = names
+        self._have_stand_ins = have_stand_ins
+        self._why_cut = ""
+        self._frames = 0  # that dynamo had seen at the last look
+        self._compiled: set[int] = set()
+        self._is_said = False
+
+    def are_cut(self, reducer: Reducer, backend: Any) -> bool:
+        """Whether dynamo shall cut what it compiles now, because gradients cannot be handed over."""
+        why_cut = self._why_not(reducer, backend)
+        self._why_cut = self._why_cut or why_cut
+        return why_cut != ""
+
+    def _why_not(self, reducer: Reducer, backend: Any) -> str:
+        if self._have_stand_ins:
+            return "other tensors stand in the places of its parameters (mixed_precision, or parts of a mesh)"
+        if reducer.steps_inside_backward():
+            return "an optimizer steps inside backward"
+        if _uses_cuda_graphs(backend):
+            return "the backend replays CUDA graphs, in which no operator calls the reducer"
+        return ""
+
+    def put_operators(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Let gradients be handed over. ``inputs``: an example for each placeholder, parameters themselves."""
+        own = {id(parameter) for parameter in self._parameters}
+        places = {node: place for place, node in enumerate(graph.graph.nodes)}
+        for placeholder, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            users = list(placeholder.users)
+            if id(value) not in own or not users:
+                continue
+            with graph.graph.inserting_before(min(users, key=places.__getitem__)):
+                passed = graph.graph.call_function(torch.ops.fastddp.passes.default, (placeholder,))
+            passed.meta = {key: value for key, value in placeholder.meta.items() if key != "grapharg"}
+            for user in users:
+                user.replace_input_with(placeholder, passed)
+        graph.recompile()
+
+    def look(self, output: Any) -> None:
+        """If dynamo has been at work since the last look, note which parameters get gradients from compiled graphs."""
+        frames = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
+        if self._is_said or frames == self._frames:
+            return
+        self._frames = frames
+        compiled = _with_compiled_gradients(tensors_in(output))
+        self._compiled = {index for index, parameter in enumerate(self._parameters) if id(parameter) in compiled}
+
+    def check(self, reducer: Reducer, rank: int) -> None:
+        """After the backward of the forward that was looked at: warn once if gradients were not handed over."""
+        if self._is_said or reducer.windows() == 0 or not (self._compiled or self._why_cut):
+            return
+        late = [self._names[index] for index in sorted(self._compiled.difference(reducer.handed_over()))]
+        self._compiled = set()
+        self._is_said = bool(late or self._why_cut)
+        if self._is_said and rank == 0:
+            warnings.warn(_text(self._why_cut, late) + see("FD051"), stacklevel=2)
+
+
+def _text(why_cut: str, late: Sequence[str]) -> str:
+    if why_cut:
+        return f"fastddp: graphs of this model are cut where buckets end, as for torch's DDP: {why_cut}."
+    more = f" and {len(late) - 1} more" if len(late) > 1 else ""
+    return (
+        f"fastddp: the gradient of {late[0]}{more} comes when its compiled graph ends, so it overlaps none of it: the "
+        "code was compiled before the model was wrapped or outside of its forward, dynamo is told to do without DDPs "
+        "(torch._dynamo.config.optimize_ddp), or this torch compiles in another way."
+    )
+
+
+def _uses_cuda_graphs(backend: Any) -> bool:
+    """Whether it is inductor with ``mode="reduce-overhead"``, or another way to ask for that."""
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    own = getattr(backend, "config", None)
+    asked = own.get("triton.cudagraphs") if isinstance(own, dict) else None
+    if asked is None and "torch._inductor.config" in sys.modules:
+        asked = sys.modules["torch._inductor.config"].triton.cudagraphs
+    return bool(asked)
+
+
+def _with_compiled_gradients(outputs: Sequence[Tensor]) -> set[int]:
+    """The ``id`` of each leaf that gets its gradient from a compiled graph; the autograd graph is walked."""
+    found = set()
+    nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        after = {one for one, _ in node.next_functions if one is not None}
+        if type(node).__name__ == "CompiledFunctionBackward":
+            found |= {id(one.variable) for one in after if hasattr(one, "variable")}
+        left += after - nodes
+        nodes |= after
+    return found
+
+
 class ActiveModel:
-    """Within this context, dynamo cuts the graphs that it compiles at the buckets of ``model``, whose forward runs.
+    """Within this context, dynamo compiles graphs as those of ``model``, whose forward runs.
 
     The first bucket's cap is not more than the model's ``bucket_bytes_cap``.
     """
 
-    def __init__(self, model: TorchDDP, first_bucket_bytes: int) -> None:
-        self._now = (model, first_bucket_bytes)
+    def __init__(self, model: Any, first_bucket_bytes: int, graphs: CompiledGraphs) -> None:
+        self._model = model
+        self._first_bucket_bytes = first_bucket_bytes
+        self._graphs = graphs
 
     @torch._disable_dynamo
-    def __enter__(self) -> None:
-        self._before = (TorchDDP._active_ddp_module, getattr(dist, _CONSTANT))
-        _set(*self._now)
+    def __enter__(self) -> bool:
+        """Return whether the module needs a frame of ours to be compiled as one: :func:`call`."""
+        seam: Any = torch._dynamo.backends.distributed
+        self._before = (TorchDDP._active_ddp_module, getattr(dist, _CONSTANT), seam.DDPOptimizer)
+        _set(self._model, self._first_bucket_bytes, self._make_optimizer)
+        forward = self._model.module.forward
+        return isinstance(forward, types.MethodType) and _is_left_alone(forward.__func__)
 
     @torch._disable_dynamo
     def __exit__(self, *exception: Any) -> None:
         _set(*self._before)
 
+    def _make_optimizer(self, bucket_bytes_cap: int, backend_compile_fn: Any, *more: Any, **options: Any) -> Any:
+        """What dynamo gets in place of its ``DDPOptimizer``."""
+        if self._graphs.are_cut(self._model.reducer, backend_compile_fn):
+            return self._before[-1](bucket_bytes_cap, backend_compile_fn, *more, **options)
 
-def _set(model: TorchDDP | None, first_bucket_bytes: int) -> None:
-    TorchDDP._active_ddp_module = model
+        def compile_fn(graph: fx.GraphModule, inputs: Sequence[Any], **of_backend: Any) -> Any:
+            if torch.is_grad_enabled():
+                self._graphs.put_operators(graph, inputs)
+            return backend_compile_fn(graph, inputs, **of_backend)
+
+        return types.SimpleNamespace(compile_fn=compile_fn)
+
+
+def _set(model: TorchDDP | None, first_bucket_bytes: int, optimizer: Callable[..., Any]) -> None:
+    seam: Any = torch._dynamo.backends.distributed
+    TorchDDP._active_ddp_module, seam.DDPOptimizer = model, optimizer
     setattr(dist, _CONSTANT, first_bucket_bytes)

@@ -1,8 +1,11 @@
-"""torch.compile around the wrapper and inside it, and where it cuts the graph."""
+"""torch.compile around the wrapper and inside it: one graph, whose gradients travel while its backward runs."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -15,6 +18,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
+from hooks_by_name import averages
 from on_ranks import gradients, on_ranks
 
 COMPILING = 240.0  # seconds that inductor may take on a busy machine
@@ -40,6 +44,7 @@ class Layers(nn.Module):
 def dynamo(mode: Any = None) -> Iterator[None]:
     """What was compiled is forgotten before and after. ``mode``: how it treats a DDP."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     try:
         with torch._dynamo.config.patch(optimize_ddp=mode) if mode else contextlib.nullcontext():
             yield
@@ -57,19 +62,24 @@ def backward(model: Any, rank: int, step: int = 0) -> list[Any]:
     return gradients(model)
 
 
-def compiled(way: str, backend: Any, options: dict[str, Any]) -> Any:
+def compiled(way: str, backend: Any, options: dict[str, Any], **of_compile: Any) -> Any:
     if way == "inside":
-        return fastddp.DistributedDataParallel(torch.compile(Layers(), backend=backend), **options)  # type: ignore[arg-type]
+        inner: Any = torch.compile(Layers(), backend=backend, **of_compile)
+        return fastddp.DistributedDataParallel(inner, **options)
     model = fastddp.DistributedDataParallel(Layers(), **options)
     if way == "outside":
-        return torch.compile(model, backend=backend)
+        return torch.compile(model, backend=backend, **of_compile)
     if way == "in place":
-        model.compile(backend=backend)
+        model.compile(backend=backend, **of_compile)
         return model
     function: Any = nn.Module()  # which calls the model, and is compiled
     function.model = model
-    function.forward = torch.compile(lambda x: model(x) * 1.0, backend=backend)  # type: ignore[misc]
+    function.forward = torch.compile(lambda x: model(x) * 1.0, backend=backend, **of_compile)  # type: ignore[misc]
     return function
+
+
+def wrapper_in(model: nn.Module) -> fastddp.DistributedDataParallel:
+    return next(module for module in model.modules() if isinstance(module, fastddp.DistributedDataParallel))
 
 
 WAYS = ["outside", "inside", "in place", "in a function"]
@@ -89,6 +99,7 @@ SOME_BUCKETS, ALL_BUCKETS = {"bucket_cap_mb": 0.001}, {"bucket_cap_mb": 0}
         ("outside", "aot_eager", SOME_BUCKETS, "ddp_optimizer"),
         *(pytest.param(way, "aot_eager", {}, None, marks=SLOW) for way in WAYS),
         *(pytest.param("outside", "aot_eager", SOME_BUCKETS, mode, marks=SLOW) for mode in OTHER_MODES),
+        pytest.param("outside", "eager", SOME_BUCKETS, None, marks=SLOW),
         pytest.param("outside", "inductor", SOME_BUCKETS, None, marks=NIGHTLY),
     ],
 )
@@ -100,11 +111,412 @@ def test_gradients_are_torchs(rank: int, way: str, backend: str, options: dict[s
             torch.testing.assert_close(backward(model, rank, step), backward(eager, rank, step), rtol=0, atol=1e-5)
 
 
-# --------------------------------------------------------------------------------------- where the graph is cut
+# ----------------------------------------------------------------------------------------- one graph, and what overlaps
 
 
-def wrapper_in(model: nn.Module) -> fastddp.DistributedDataParallel:
-    return next(module for module in model.modules() if isinstance(module, fastddp.DistributedDataParallel))
+@pytest.mark.timeout(COMPILING + 30)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SLOW)])
+@pytest.mark.parametrize("way", ["outside", "inside", "in place"])
+@on_ranks(2, time_limit=COMPILING)
+def test_it_is_one_graph_without_breaks_and_buckets_travel_while_its_backward_runs(
+    rank: int, way: str, backend: str
+) -> None:
+    events: list[Any] = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        events.append(bucket.index())
+        return averages(state, bucket)
+
+    with dynamo():
+        model = compiled(way, backend, ALL_BUCKETS, fullgraph=True)
+        wrapper_in(model).register_comm_hook(None, hook)
+        for step in range(3):
+            events.clear()
+            # Autograd reaches the input when the graph's backward has ended.
+            x = batch(rank, step).requires_grad_()
+            x.register_hook(lambda gradient: events.append("graph ends"))
+            model(x).square().sum().backward()
+        counters = torch._dynamo.utils.counters
+        assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (1, 0)
+    assert events == [*range(8), "graph ends"]
+
+
+@on_ranks(1)
+def test_no_sync_compiles_nothing_anew_and_without_gradients_nothing_is_put_into_the_graph(rank: int) -> None:
+    graphs: list[Any] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append([str(node.target) for node in graph.graph.nodes if "fastddp" in str(node.target)])
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    with dynamo():
+        model = compiled("outside", record, {})
+        for step in range(4):
+            with model._orig_mod.no_sync() if step % 2 else contextlib.nullcontext():
+                backward(model, rank, step)
+        with torch.no_grad():
+            model(batch(rank))
+    assert graphs == [["fastddp.passes.default"] * 8, []]
+
+
+# ------------------------------------------------------------- what programs do, with gradients handed over and without
+
+
+class Models:
+    """Makes compiled wrappers, and knows them."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.wrappers: list[fastddp.DistributedDataParallel] = []
+
+    def wrap(self, module: nn.Module, **options: Any) -> fastddp.DistributedDataParallel:
+        model = fastddp.DistributedDataParallel(module, **(SOME_BUCKETS | options))
+        self.wrappers.append(model)
+        return model
+
+    def compile(self, module: nn.Module, **options: Any) -> fastddp.DistributedDataParallel:
+        model = self.wrap(module, **options)
+        model.compile(backend=self.backend)
+        return model
+
+
+Program = Callable[[Models, int], Any]
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(function: Program) -> Program:
+    PROGRAMS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def steps(model: nn.Module, rank: int, inputs: Callable[[int, int], Tensor] = batch, count: int = 3) -> list[Any]:
+    """The gradients of each step."""
+    found = []
+    for step in range(count):
+        model.zero_grad()
+        model(inputs(rank, step)).square().sum().backward()
+        found.append(gradients(model))
+    return found
+
+
+def with_hook(name: str, state: Callable[[], object] = lambda: None, **options: Any) -> None:
+    def run(models: Models, rank: int) -> Any:
+        model = models.compile(Layers(), **options)
+        model.register_comm_hook(state(), getattr(fastddp.comm_hooks, name, averages))
+        return steps(model, rank, count=5)
+
+    PROGRAMS[f"hook {name} {options or ''}".strip()] = run
+
+
+for name in ("fp16_compress_hook", "bf16_compress_hook", "python"):
+    with_hook(name)
+with_hook("fp16_compress_hook", find_unused_parameters=True)
+with_hook("int8_compress_hook", fastddp.comm_hooks.BlockState)
+with_hook("powerSGD_hook", lambda: fastddp.comm_hooks.PowerSGDState(None, 1, start_powerSGD_iter=2))
+
+
+def with_options(title: str, make: Callable[[], nn.Module] = Layers, **options: Any) -> None:
+    PROGRAMS[title] = lambda models, rank: steps(models.compile(make(), **options), rank)
+
+
+class Routed(nn.Module):
+    """Each of two branches is used in some steps, not in the same on all ranks; one layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.end = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        way = 0 if x.shape[0] % 2 else 1
+        return self.end(self.branches[way](x).tanh())
+
+
+class Tied(nn.Module):
+    """A weight at both ends, with a break of the graph in between; another one is used twice in a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.ends = nn.Parameter(torch.randn(8, 8))
+        self.twice = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.twice(x @ self.ends).relu())
+        torch._dynamo.graph_break()
+        return self.twice(x) @ self.ends.t()
+
+
+class SameGradient(nn.Module):
+    """Two parameters and the layer before get one and the same tensor as a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(8, 24)
+        self.a, self.b = (nn.Parameter(torch.randn(5, 24)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return x + self.a + self.b
+
+
+class Checkpointed(Layers):
+    """Parts of the forward run again in backward."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(lambda x, layer=layer: layer(x).relu(), x, use_reentrant=False)
+        return x
+
+
+class InBf16(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16()).float()
+
+
+class Autocast(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+with_options("views", gradient_as_bucket_view=True)
+with_options("a static graph", Routed, static_graph=True)
+with_options("tied over a break", Tied)
+with_options("tied over a break, in views", Tied, gradient_as_bucket_view=True)
+with_options("the same gradient for several", SameGradient)
+with_options("main gradients", InBf16, main_grads="main_grad")
+with_options("wide gradients", InBf16, main_grads="grad")
+with_options("checkpoints", Checkpointed)
+with_options("autocast", Autocast)
+with_options("a sum over ranks", gradient_average="sum")
+
+
+@program
+def the_same_gradient_for_several_in_16_bits(models: Models, rank: int) -> Any:
+    model = models.compile(SameGradient())
+    model.register_comm_hook(None, fastddp.comm_hooks.fp16_compress_hook)
+    found = steps(model, rank)
+    memory = [parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()]
+    assert len({*memory}) == len(memory)
+    return found
+
+
+@program
+def unused_parameters_that_differ_by_rank(models: Models, rank: int) -> Any:
+    model = models.compile(Routed(), find_unused_parameters=True)
+    return steps(model, rank, lambda rank, step: torch.randn(4 + (rank + step // 2) % 2, 8), count=6)
+
+
+@program
+def accumulation(models: Models, rank: int) -> Any:
+    model = models.compile(Layers())
+    found = []
+    for step in range(6):
+        with model.no_sync() if step % 3 else contextlib.nullcontext():
+            model(batch(rank, step)).square().sum().backward()
+        found.append(gradients(model))
+    return found
+
+
+@program
+def two_forwards_before_a_backward(models: Models, rank: int) -> Any:
+    model = models.compile(Layers())
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        (model(batch(rank, step)) * model(batch(rank, step + 7))).sum().backward()
+        found.append(gradients(model))
+    return found
+
+
+@program
+def a_parameter_used_outside_of_the_graph(models: Models, rank: int) -> Any:
+    model = models.compile(Layers())
+    weight = model.module.layers[2].weight
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        (model(batch(rank, step)).square().sum() + weight.square().sum()).backward()
+        found.append(gradients(model))
+    return found
+
+
+@program
+def hooks_of_users_see_what_they_would(models: Models, rank: int) -> Any:
+    model = models.compile(Layers())
+    seen: list[Any] = []
+    first, second = model.module.layers[1].weight, model.module.layers[2].weight
+    first.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    second.register_hook(lambda gradient: gradient * 2)
+    return [steps(model, rank), seen]
+
+
+@program
+def chosen_gradients(models: Models, rank: int) -> Any:
+    model = models.compile(Layers())
+    found = []
+    for step in range(3):
+        loss = model(batch(rank, step)).square().sum()
+        found.append(torch.autograd.grad(loss, [*model.parameters()]))
+        found += steps(model, rank, count=1)
+        model(batch(rank, step)).square().sum().backward(inputs=[*model.parameters()][2:])
+        found.append(gradients(model))
+    return found
+
+
+@program
+def a_backward_that_raises(models: Models, rank: int) -> Any:
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise ValueError("in the middle")
+
+    class Broken(Layers):
+        breaks = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[1](self.layers[0](x).relu()).relu()
+            torch._dynamo.graph_break()
+            x = Raises.apply(x) if self.breaks else x
+            torch._dynamo.graph_break()
+            return self.layers[3](self.layers[2](x).relu()).relu()
+
+    model = models.compile(Broken())
+    found = steps(model, rank, count=2)
+    model.module.breaks = True
+    with pytest.raises(ValueError, match="in the middle"):
+        steps(model, rank, count=1)
+    model.module.breaks = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return found + steps(model, rank)
+
+
+@program
+def other_shapes_in_the_middle_of_training(models: Models, rank: int) -> Any:
+    model = models.compile(Layers())
+    return steps(model, rank, lambda rank, step: torch.randn(3 + step // 2, 8) + rank, count=6)
+
+
+@program
+def block_by_block(models: Models, rank: int) -> Any:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).relu() + x
+
+    torch.manual_seed(3)
+    model = models.wrap(nn.Sequential(*(Block() for _ in range(4))))
+    for block in model.module:
+        block.compile(backend=models.backend)
+    return steps(model, rank)
+
+
+@program
+def two_wrappers_of_which_one_is_compiled(models: Models, rank: int) -> Any:
+    first, second = models.compile(Layers()), fastddp.DistributedDataParallel(nn.Linear(24, 3))
+    found = []
+    for step in range(3):
+        first.zero_grad()
+        second.zero_grad()
+        second(first(batch(rank, step))).square().sum().backward()
+        found.append([gradients(first), gradients(second)])
+    return found
+
+
+@program
+def a_sharded_optimizer(models: Models, rank: int) -> Any:
+    model = models.compile(Layers())
+    optimizer = fastddp.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().sum().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@program
+def an_optimizer_inside_backward(models: Models, rank: int) -> Any:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model = models.wrap(Layers())
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    model.compile(backend=models.backend)
+    models.wrappers.clear()  # graphs are cut
+    for step in range(4):
+        model(batch(rank, step)).square().sum().backward()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@program
+def a_copy(models: Models, rank: int) -> Any:
+    model = models.compile(Layers())
+    found = steps(model, rank)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    models.wrappers += copies
+    for one in copies:
+        one.compile(backend=models.backend)
+    outside = torch.compile(models.wrap(Layers()), backend=models.backend)
+    found.append(steps(outside, rank))
+    copies.append(copy.deepcopy(outside))
+    models.wrappers.append(copies[-1]._orig_mod)
+    return found + [steps(one, rank) for one in copies]
+
+
+@pytest.mark.tier("slow", but_one_in=4)
+@pytest.mark.timeout(COMPILING + 30)
+@pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks(2, time_limit=COMPILING)
+def test_a_program_gets_the_same_with_gradients_handed_over_as_when_they_come_at_the_end(rank: int, name: str) -> None:
+    check_program(rank, name, "aot_eager")
+
+
+@pytest.mark.tier("nightly")
+@pytest.mark.timeout(COMPILING + 30)
+@pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks(2, time_limit=COMPILING)
+def test_so_it_does_with_inductor(rank: int, name: str) -> None:
+    check_program(rank, name, "inductor")
+
+
+def check_program(rank: int, name: str, backend: str) -> None:
+    found = []
+    for mode in ("ddp_optimizer", "no_optimization"):
+        with dynamo(mode), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="fastddp: the gradient of .* comes when")
+            torch.manual_seed(5)
+            models = Models(backend)
+            found.append(PROGRAMS[name](models, rank))
+            assert all(bool(one.reducer.handed_over()) == (mode == "ddp_optimizer") for one in models.wrappers)
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
+# ----------------------------------------------------------------- where gradients are not handed over, and who says so
+
+
+def said(rank: int, model: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            backward(model, rank, step)
+    return [str(one.message) for one in caught if "FD051" in str(one.message)]
 
 
 @pytest.mark.tier("slow", but_one_in=3)
@@ -117,7 +529,9 @@ def wrapper_in(model: nn.Module) -> fastddp.DistributedDataParallel:
     ],
 )
 @on_ranks(2)
-def test_graphs_end_with_buckets(rank: int, way: str, options: Any, layers: list[list[int]]) -> None:
+def test_where_cuda_graphs_are_replayed_graphs_end_with_buckets(
+    rank: int, way: str, options: Any, layers: list[list[int]]
+) -> None:
     graphs: list[list[Any]] = []
 
     def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -128,13 +542,14 @@ def test_graphs_end_with_buckets(rank: int, way: str, options: Any, layers: list
         """Of the parameters in each bucket, the last one first, as graphs come in the order of forward."""
         return [sorted(p.shape for p in bucket.parameters) for bucket in reversed(wrapper.bucket_plan().buckets)]
 
-    with dynamo():
+    with dynamo(), torch._inductor.config.patch({"triton.cudagraphs": True}):
         model = compiled(way, record, options)
         wrapper = wrapper_in(model)
         before = shapes()
-        for step in range(3):
-            backward(model, rank, step)
+        texts = said(rank, model)
         after = shapes()
+    assert len(texts) == (rank == 0)
+    assert all("cut where buckets end" in text and "CUDA graphs" in text for text in texts)
     graphs = [graph for graph in graphs if graph]
     assert graphs == before == [sorted(p.shape for n in of for p in Layers().layers[n].parameters()) for of in layers]
     # Rebuilt buckets have another order within a graph, but all of them before the next graph's.
@@ -143,13 +558,53 @@ def test_graphs_end_with_buckets(rank: int, way: str, options: Any, layers: list
         assert max(graph_of[shape] for shape in bucket) <= number
 
 
+@on_ranks(2)
+def test_code_that_was_compiled_before_is_used_as_it_is_and_one_line_says_so(rank: int) -> None:
+    with dynamo():
+        module = Layers()
+        module.compile(backend="aot_eager")
+        module(batch(rank)).square().sum().backward()
+        model = fastddp.DistributedDataParallel(module)
+        texts = said(rank, model)
+    assert len(texts) == (rank == 0)
+    assert all("layers.0.weight and 7 more comes when its compiled graph ends" in text for text in texts)
+
+
+@on_ranks(2)
+def test_a_model_whose_gradients_are_handed_over_says_nothing_and_neither_does_one_that_is_not_compiled(
+    rank: int,
+) -> None:
+    with dynamo():
+        assert said(rank, compiled("outside", "aot_eager", {})) == []
+        assert said(rank, fastddp.DistributedDataParallel(Layers())) == []
+
+
+@on_ranks(2)
+def test_an_optimizer_that_steps_inside_a_compiled_backward_is_refused(rank: int) -> None:
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        optimizer.step()
+        return averages(state, bucket)
+
+    with dynamo():
+        model = fastddp.DistributedDataParallel(Layers(), **ALL_BUCKETS)
+        model.compile(backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model.register_comm_hook(None, hook)
+        with pytest.raises(RuntimeError, match=r"steps inside the backward of a compiled graph.*FD050"):
+            backward(model, rank)
+        dist.barrier()
+
+
 @on_ranks(1)
 def test_what_dynamo_is_told_holds_in_forward_only_even_if_it_raises(rank: int) -> None:
-    def told() -> tuple[bool, int]:
-        return TorchDDP._get_active_ddp_module() is model, dist._DEFAULT_FIRST_BUCKET_BYTES
+    seam = torch._dynamo.backends.distributed
+
+    def told() -> tuple[Any, ...]:
+        return TorchDDP._get_active_ddp_module() is model, dist._DEFAULT_FIRST_BUCKET_BYTES, seam.DDPOptimizer
 
     def look(module: nn.Module, args: Any) -> None:
-        assert told() == (True, 0)
+        assert told()[:2] == (True, 0)
+        assert told()[2] is not before[2]
         raise ValueError("after the look")
 
     model = fastddp.DistributedDataParallel(Layers(), bucket_cap_mb=0)
@@ -157,15 +612,7 @@ def test_what_dynamo_is_told_holds_in_forward_only_even_if_it_raises(rank: int) 
     model.module.register_forward_pre_hook(look)
     with pytest.raises(ValueError, match="after the look"):
         model(batch(rank))
-    assert told() == before == (False, dist._DEFAULT_FIRST_BUCKET_BYTES)
-
-
-@on_ranks(1)
-def test_the_wrapper_costs_one_graph_break(rank: int) -> None:
-    with dynamo():
-        torch._dynamo.utils.counters.clear()
-        backward(compiled("outside", "aot_eager", {}), rank)
-        assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 1
+    assert told() == before == (False, dist._DEFAULT_FIRST_BUCKET_BYTES, seam.DDPOptimizer)
 
 
 @on_ranks(2)
