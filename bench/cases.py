@@ -1,4 +1,4 @@
-"""The models that `bench.step` trains: four lists of parameter shapes, and one small but real GPT.
+"""The models that `bench.step` trains: four lists of parameter shapes, and small but real GPTs.
 
 In a shape-only model all that costs time is memory: forward reads each parameter once, backward writes each gradient
 once. What a DDP adds then shows undiluted, with the gradients' true sizes and order of arrival.
@@ -175,8 +175,8 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _gpt_case(samples: int) -> Case:
-    layers, width, context = 6, 256, 128
+def _gpt_case(name: str, layers: int, width: int, samples: int, by_default: bool = True) -> Case:
+    context = 128
 
     def build(device: torch.device) -> tuple[nn.Module, Callable[[int, int], Batch]]:
         torch.manual_seed(0)
@@ -190,7 +190,7 @@ def _gpt_case(samples: int) -> Case:
         return model, batch
 
     about = f"real GPT, {layers} layers, width {width}, {samples} x {context} tokens a rank"
-    return Case("gpt", about, build)
+    return Case(name, about, build, by_default)
 
 
 def _cases(factor: int) -> tuple[Case, ...]:
@@ -200,9 +200,12 @@ def _cases(factor: int) -> tuple[Case, ...]:
         _shapes_case("resnet50", "ResNet-50, 25.6 M parameters, shapes only", resnet50_shapes, factor=factor),
         # The tied embedding (parameter 0) is used first and last: its gradient is complete only at the end of backward.
         _shapes_case("gpt2", "GPT-2, 124 M parameters, shapes only", gpt2_shapes, reused=[0], factor=factor),
-        _gpt_case(samples=4 * factor),
+        _gpt_case("gpt", 6, 256, 4 * factor),
         # For slow networks and many ranks.
         _shapes_case("vit-tiny", "ViT-Tiny, 5.7 M parameters, shapes only", vit_tiny_shapes, (), False, factor),
+        # For torch.compile: 16 M parameters, and little to compile.
+        _gpt_case("gpt-16m", 9, 384, 4 * factor, by_default=False),
+        _gpt_case("gpt-tiny", 1, 64, factor, by_default=False),
     )
 
 

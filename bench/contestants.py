@@ -11,6 +11,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -46,11 +47,40 @@ class Step:
         """Frees them, as an optimizer's zero_grad does between two steps."""
         self.module.zero_grad(set_to_none=True)
 
+    def without_exchange(self) -> AbstractContextManager[Any]:
+        """Within it, runs leave each rank its own gradients."""
+        return getattr(self.module, "no_sync", nullcontext)()  # type: ignore[no-any-return]
+
     def plans(self) -> dict[str, Any]:
         """The sizes of the buckets now, if the wrapper tells."""
         buckets = getattr(self.module, "bucket_plan", lambda: None)()
         sizes = None if buckets is None else [round(bucket.bytes / 2**20, 3) for bucket in buckets.buckets]
         return {"buckets_mib": sizes}
+
+
+class CompiledStep(Step):
+    """Under torch.compile. Counts the graphs that are compiled in the first run, and again in later ones."""
+
+    def __init__(self, module: nn.Module, optimize_ddp: bool) -> None:
+        super().__init__(torch.compile(module))  # type: ignore[arg-type]
+        self.optimize_ddp = optimize_ddp
+        self.graphs: list[int] = []  # of each run
+
+    def run(self, batch: Batch) -> None:
+        """What is timed; what surrounds it takes some microseconds."""
+        before = _graphs()
+        with torch._dynamo.config.patch(optimize_ddp=self.optimize_ddp):
+            super().run(batch)
+        self.graphs.append(_graphs() - before)
+
+    def plans(self) -> dict[str, Any]:
+        """The sizes of the buckets, and how many graphs there are."""
+        return super().plans() | {"graphs": self.graphs[0], "graphs_of_later_runs": sum(self.graphs[1:])}
+
+
+def _graphs() -> int:
+    """That AOT autograd got in this process."""
+    return torch._dynamo.utils.counters["aot_autograd"]["total"]
 
 
 class FlatAllReduce(Step):
@@ -172,6 +202,7 @@ class Contestant:
     hook: Hook | None = None
     cap_mb: Cap = None  # of its own, whatever is asked
     by_default: bool = True  # measured where nobody is named
+    optimize_ddp: bool = True  # dynamo's setting; False: it does not cut torch's DDP into a graph for each bucket
 
     @property
     def check(self) -> Check:
@@ -210,7 +241,7 @@ class Contestant:
             return FlatAllReduce(module)
         options = {"bucket_cap_mb": self.bucket_cap_mb(bucket_cap_mb)} | dict(self.options)
         own = wrapped(with_own_code(module) if compiled else module, self.engine, self.hook, options)
-        return Step(torch.compile(own) if compiled else own)  # type: ignore[arg-type]
+        return CompiledStep(own, self.optimize_ddp) if compiled else Step(own)
 
 
 def twin(module: nn.Module) -> nn.Module:
@@ -268,6 +299,8 @@ _ALL = (
     Contestant(REFERENCE, "default", "torch", baseline=True),
     # The same once more: how far its ratio is from 1 is the noise floor of the whole table.
     Contestant("torch-again", "default", "torch", **_ONCE),
+    # Only under torch.compile is it another one.
+    Contestant("torch-whole", "default", "torch", baseline=True, optimize_ddp=False, **_ONCE, **_SELDOM),
     Contestant("torch-batched", "default", "torch", BATCHED, baseline=True),
     Contestant("torch-view", "view", "torch", VIEW, baseline=True),
     Contestant("torch-view-batched", "view", "torch", VIEW | BATCHED, baseline=True),

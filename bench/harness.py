@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import string
@@ -251,6 +252,13 @@ def _cpu_model() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown"
+
+
+def resident(what: str) -> float:
+    """Of this process, in MiB: VmRSS is now, VmHWM was at most."""
+    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
 
 
 def describe(row: Row) -> str:

@@ -163,6 +163,7 @@ def measure_steps(
         hook=list(WIRES),
         bucket_cap_mb=None,
         keep_samples=True,
+        without_exchange=False,
         device="cpu",
         compiled=False,
     )

@@ -30,7 +30,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -273,13 +272,17 @@ def weigh(name: str, options: argparse.Namespace, *, counts: bool) -> list[harne
     Of the rank with least: the profiler does not see what gloo's threads free, and then counts a tensor for too long.
     """
     facts = _facts(options, name)
-    before, last = _resident("VmRSS"), options.steps - 1
+    before, last = harness.resident("VmRSS"), options.steps - 1
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if counts else nullcontext() as profiler:
         training = Training.of(name, options)
         for number in range(options.steps):
             with record_function(f"step {number}"):
                 training.step(number, clears=number < last)  # with the last one's gradients
-    row = {"peak_mib": _resident("VmHWM") - before} if profiler is None else _counted(profiler, last, facts["elements"])
+    row = (
+        {"peak_mib": harness.resident("VmHWM") - before}
+        if profiler is None
+        else _counted(profiler, last, facts["elements"])
+    )
     least = {key: min(other[key] for other in harness.of_all_ranks(row)) for key in row}
     return [facts | {"formula": bytes_a_parameter(name, dist.get_world_size())} | harness.rounded(least, 3)]
 
@@ -291,13 +294,6 @@ def _counted(profiler: Any, last: int, elements: int) -> harness.Row:
     sizes = (event.nbytes() if event.name() == "[memory]" else 0 for event in events)
     held = [size / elements for size in itertools.accumulate(sizes)]
     return {"held": held[-1], "peak_of_last_step": max(held[begin:]), "peak": max(held)}
-
-
-def _resident(what: str) -> float:
-    """Of this process, in MiB: VmRSS is now, VmHWM was at most."""
-    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
 
 
 # ------------------------------------------------------------------------------------------------------------- commands

@@ -25,6 +25,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,18 +102,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--rate", nargs="+", help="of a cable between the ranks, as for tc: 100mbit, 2.5gbit (default: no cable)")
     add("--ranks-per-node", type=int, default=1, help="at either end of it (default: %(default)s)")
     harness.add_common(parser, "case and contestant", rounds=36, threads=1)
-    parser.set_defaults(keep_samples=False, module=MODULE)
+    parser.set_defaults(keep_samples=False, without_exchange=False, module=MODULE)
     options = parser.parse_args()
     if options.rounds < 1 or options.warmup < 2:
         parser.error("--rounds needs at least 1, --warmup at least 2: buckets are rebuilt after the first step")
     if options.ranks_per_node < 1 or (options.rate and options.ranks):
         parser.error("--ranks-per-node needs at least 1, and with --rate it is what says how many ranks there are")
     network.check_rates(parser, options.rate or [])
-    try:
-        for name in options.hook:
-            hook_named(name)
-    except ValueError as error:
-        parser.error(f"--hook: {error}")
+    check_hooks(parser, options.hook)
     if options.contestant is None:
         everyone = options.hook == [NO_HOOK]
         options.contestant = [c.name for c in CONTESTANTS if c.by_default and (everyone or c.name in WITH_HOOKS)]
@@ -122,6 +119,15 @@ def parse_arguments() -> argparse.Namespace:
         options.backend = "nccl" if torch.cuda.is_available() else "gloo"
     options.device = options.device or ("cuda" if options.backend == "nccl" else "cpu")
     return options
+
+
+def check_hooks(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Ends the program where one is none."""
+    try:
+        for name in names:
+            hook_named(name)
+    except ValueError as error:
+        parser.error(f"--hook: {error}")
 
 
 def spawn_ranks(
@@ -157,6 +163,11 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
         times = _run_rounds(steps, range(options.rounds), batches, device, advance)
         after = _judge(contestants, steps, batches(options.rounds + 60))
 
+        local = torch.zeros(len(steps), 0)
+        if options.without_exchange:
+            local = _run_rounds(steps, range(-2, options.rounds), batches, device, exchange=False)[:, 2:].contiguous()
+            dist.all_reduce(local, dist.ReduceOp.MAX)
+
     dist.all_reduce(times, dist.ReduceOp.MAX)
     # The largest resident sets that these processes ever had; Linux counts them in KiB.
     kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -177,10 +188,13 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     samples = dict(zip((contestant.name for contestant in contestants), times.tolist(), strict=True))
     verdicts = [Verdict.both(*pair) for pair in zip(before, after, strict=True)]
     rows = []
-    for contestant, step, columns in zip(contestants, steps, compare(contestants, samples, verdicts), strict=True):
+    columns_of_all = compare(contestants, samples, verdicts)
+    for contestant, step, columns, own in zip(contestants, steps, columns_of_all, local.tolist(), strict=True):
         row = facts | {"bucket_cap_mb": contestant.bucket_cap_mb(options.bucket_cap_mb)} | step.plans() | columns
         if options.keep_samples:
             row["samples_ms"] = [round(ms, 3) for ms in samples[contestant.name]]
+        if options.without_exchange:
+            row["samples_without_exchange_ms"] = [round(ms, 3) for ms in own]
         rows.append(row)
     return rows
 
@@ -191,17 +205,19 @@ def _run_rounds(
     batch_of: Callable[[int], Batch],
     device: torch.device,
     advance: Callable[[], None] = lambda: None,
+    exchange: bool = True,
 ) -> Tensor:
     """Milliseconds of each step on this rank: a row for each contestant, a column for each round."""
     times = torch.zeros(len(steps), len(rounds), dtype=torch.float64, device=device)
     for place, number, index in harness.turns(len(steps), rounds, advance):
         batch = batch_of(number)
-        dist.barrier()
-        _wait_for(device)
-        start = time.perf_counter()
-        steps[index].run(batch)
-        _wait_for(device)
-        times[index, place] = 1e3 * (time.perf_counter() - start)
+        with nullcontext() if exchange else steps[index].without_exchange():
+            dist.barrier()
+            _wait_for(device)
+            start = time.perf_counter()
+            steps[index].run(batch)
+            _wait_for(device)
+            times[index, place] = 1e3 * (time.perf_counter() - start)
         steps[index].clear()
     return times
 

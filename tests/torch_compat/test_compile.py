@@ -369,7 +369,7 @@ def chosen_gradients(models: Models, rank: int) -> Any:
         loss = model(batch(rank, step)).square().sum()
         found.append(torch.autograd.grad(loss, [*model.parameters()]))
         found += steps(model, rank, count=1)
-        model(batch(rank, step)).square().sum().backward(inputs=[*model.parameters()][2:])
+        model(batch(rank, step)).square().sum().backward(inputs=[*model.parameters()])
         found.append(gradients(model))
     return found
 
