@@ -134,7 +134,7 @@ void leave_shared_memory(Bucket& bucket) {
     const auto& state = bucket.window[member];
     const auto& gradient = std::as_const(bucket).held(member);
     if (!state.exclusive || state.packed || !gradient.defined()) continue;
-    take_memory_of(gradient, bucket.layout.empty_gradient(member).copy_(gradient));
+    take_memory_of(gradient, bucket.layout.empty_gradient(member).zero_());
   }
 }
 

@@ -29,8 +29,8 @@ void leave_wire_to_holders(Bucket& bucket);
 // Moves the gradient out of the wire, if it lives there, into memory of its own.
 void leave_wire(Bucket& bucket, size_t member);
 
-// Gradients of a failed window that would have moved into the wire: what is in their memory may be read as another gradient, too
-// (note [Handed over], autograd/grad_hooks.h).
+// Of a failed window: gradients that would have moved into the wire get memory of their own, with zeros. What they have may be another
+// gradient, too (note [Handed over], autograd/grad_hooks.h).
 void leave_shared_memory(Bucket& bucket);
 
 // Between the microbatches of a window: moves the gradient into the wire, if it may live there. The next microbatch is added to it

@@ -25,7 +25,7 @@ sys.path.append(str(ROOT))
 
 from bench import cases, contestants, harness, losses, netns, pays, soak, step
 
-for _name in ("bit_flips.__main__", "faults.__main__", "kernels", "sharded", "training", "watching"):
+for _name in ("bit_flips.__main__", "compiled", "faults.__main__", "kernels", "sharded", "training", "watching"):
     importlib.import_module(f"bench.{_name}")
 
 sys.path.pop()
@@ -78,6 +78,23 @@ def _about_step(rows: Rows) -> None:
     row = by_name["fastddp+bf16"]
     assert (row["hook"], row["held_against"]) == ("bf16", "torch+fp16")
     assert 0 < row["largest_difference"] < 0.1 < by_name["torch+powersgd1"]["largest_difference"]
+
+
+def _about_compiled(rows: Rows) -> None:
+    assert [row["gradients"] for row in rows] == ["none reduced", *["within rounding"] * 3]
+    graphs = {row["contestant"]: row["graphs"] for row in rows}
+    assert graphs.pop("torch") > 1
+    assert graphs == {"alone": 1, "torch-whole": 1, "fastddp": 1}
+    assert all(row["without_exchange_ms"] > 0 and row["paired_ratio_to_whole"] > 0 for row in rows)
+
+
+def _about_compile_time(rows: Rows) -> None:
+    assert [(row["contestant"], row["graphs"], row["ratio_to_alone"]) for row in rows] == [("torch", 1, None)]
+
+
+def _about_resident_memory(rows: Rows) -> None:
+    assert [(row["contestant"], row["ratio_to_torch"]) for row in rows] == [("torch", 1.0)]
+    assert 100 < rows[0]["mib_before"] <= rows[0]["peak_mib"]
 
 
 def _about_sharded(rows: Rows) -> None:
@@ -142,6 +159,13 @@ RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
         "--case 500x32sq --contestant alone torch fastddp --hook bf16 powersgd1 --rounds 2 --warmup 2 --backend gloo",
         _about_step,
     ),
+    (
+        "compiled",
+        "--case gpt-tiny --bucket-cap-mb 1 --contestant alone torch-whole fastddp --without-exchange --rounds 2 --warmup 2",
+        _about_compiled,
+    ),
+    ("compiled", "--case gpt-tiny --contestants torch --compile-time --tries 1", _about_compile_time),
+    ("compiled", "--case gpt-tiny --contestants torch --memory --rounds 1 --warmup 2", _about_resident_memory),
     ("sharded", f"{SMALL} --contestants torch zero sharded fsdp2 sharded-int8 sharded-bf16", _about_sharded),
     ("sharded", "--memory --layers 8 --width 256 --steps 3 --contestants torch sharded-lazy", _about_memory),
     (
@@ -188,6 +212,8 @@ def test_a_small_run(
     [
         ("step", "--rate fast", "'fast' is not a rate"),
         ("step", "--warmup 1", "--warmup at least 2"),
+        ("compiled", "--hook fp4", "there is no hook 'fp4'"),
+        ("compiled", "--bucket-cap-mb 0.5", "--bucket-cap-mb at least 1"),
         ("pays", "--ranks 3", "--ranks must be even"),
         ("step", "--hook powersgd0", "there is no hook 'powersgd0'"),
         ("training", "--setting fp4", "there is no 'fp4'"),

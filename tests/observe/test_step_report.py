@@ -76,12 +76,36 @@ class TwoLayers(nn.Module):
         return self.second(between)
 
 
+@torch.library.custom_op("tests::sleep", mutates_args=())
+def sleep(x: Tensor, seconds: float) -> Tensor:
+    time.sleep(seconds)
+    return x.clone()
+
+
+sleep.register_fake(lambda x, seconds: torch.empty_like(x))
+sleep.register_autograd(
+    lambda ctx, gradient: (sleep(gradient, ctx.seconds), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "seconds", 0.1),
+)
+
+
+class CompiledTwoLayers(TwoLayers):
+    """One graph, in whose backward that time passes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(sleep(self.first(x), 0.0))
+
+
 def sampled(
     rank: int, seconds: float, late: float, hook: str, every: int, steps: int, device: str = "cpu"
 ) -> list[Any]:
     """Reports after each step. Rank 1 begins backward `late` seconds later."""
-    model = fastddp.DistributedDataParallel(TwoLayers(seconds).to(device), bucket_cap_mb=1e-6)
-    register(model, hook)
+    if hook == "compiled":
+        model = fastddp.DistributedDataParallel(CompiledTwoLayers(), bucket_cap_mb=1e-6)
+        model.compile(backend="aot_eager")
+    else:
+        model = fastddp.DistributedDataParallel(TwoLayers(seconds).to(device), bucket_cap_mb=1e-6)
+        register(model, hook)
     model.sample_steps(every)
     reports = []
     for _ in range(steps):
@@ -97,7 +121,7 @@ HOOKS = pytest.mark.parametrize("hook", ["none", "bf16", "python", "PowerSGD"])
 
 
 @pytest.mark.tier("slow", but_one_in=3)
-@HOOKS
+@pytest.mark.parametrize("hook", ["compiled", "none", "bf16", "python", "PowerSGD"])
 @on_ranks(2)
 def test_what_backward_hides_is_overlapped(rank: int, hook: str) -> None:
     # The second layer's bucket travels while backward sleeps on its way to the first layer.

@@ -21,7 +21,8 @@ STEPS = 4
 def record(rank: int, folder: Path, how: str = "none") -> Path:
     """Three layers of 256 KiB, a bucket each; recorded after buckets have been rebuilt. Returns the file.
 
-    ``how``: fastddp's hook; "sharded": its sharded optimizer, which gathers in its step; "torch": torch's DDP.
+    ``how``: fastddp's hook; "sharded": its sharded optimizer, which gathers in its step; "torch": torch's DDP;
+    "compiled": by torch.compile.
     """
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(3)])
@@ -30,6 +31,8 @@ def record(rank: int, folder: Path, how: str = "none") -> Path:
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.01)
     if how == "sharded":
         optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.01, gather="step")
+    elif how == "compiled":
+        model.compile(backend="aot_eager")
     elif how != "torch":
         register(model, how)
 

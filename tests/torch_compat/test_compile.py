@@ -7,6 +7,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastddp
@@ -266,8 +268,6 @@ class SameGradient(nn.Module):
 class Checkpointed(Layers):
     """Parts of the forward run again in backward."""
 
-    reentrant = False
-
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.utils.checkpoint.checkpoint(lambda x, layer=layer: layer(x).relu(), x, use_reentrant=False)
@@ -442,14 +442,68 @@ def two_wrappers_of_which_one_is_compiled(models: Models, rank: int) -> Any:
 
 
 @program
-def a_sharded_optimizer(models: Models, rank: int) -> Any:
+def reentrant_checkpoints_of_compiled_blocks(models: Models, rank: int) -> Any:
+    class Outer(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True).relu()
+            return x
+
+    model = models.wrap(Outer(), static_graph=True)
+    for layer in model.module.layers:
+        layer.forward = torch.compile(layer.forward, backend=models.backend)
+    models.wrappers.clear()  # what backward runs again is compiled there, outside of the forward
+    return steps(model, rank, lambda rank, step: batch(rank, step).requires_grad_())
+
+
+@program
+def gradients_zeroed_in_place(models: Models, rank: int) -> Any:
     model = models.compile(Layers())
+    found = []
+    for step in range(4):
+        model.zero_grad(set_to_none=False)
+        model(batch(rank, step)).square().sum().backward()
+        found.append(gradients(model))
+    return found
+
+
+@program
+def a_forward_past_the_wrapper(models: Models, rank: int) -> Any:
+    model = models.compile(Layers(), watch=fastddp.Watch(local_steps=None))
+    found = steps(model, rank)
+    model.module.compile(backend=models.backend)
+    model.zero_grad()
+    model.module(batch(rank)).square().sum().backward()
+    return [*found, gradients(model), *steps(model, rank)]
+
+
+@program
+def two_losses_over_one_forward(models: Models, rank: int) -> Any:
+    model = models.compile(Layers(), find_unused_parameters=True)
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        output = model(batch(rank, step))
+        output.sum().backward(retain_graph=True)
+        output.square().sum().backward()
+        found.append(gradients(model))
+    return found
+
+
+def a_sharded_optimizer(hook: Any, models: Models, rank: int) -> Any:
+    model = models.compile(Layers())
+    if hook is not None:
+        model.register_comm_hook(None, hook)
     optimizer = fastddp.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
     for step in range(4):
         optimizer.zero_grad()
         model(batch(rank, step)).square().sum().backward()
         optimizer.step()
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+PROGRAMS["a sharded optimizer"] = partial(a_sharded_optimizer, None)
+PROGRAMS["a sharded optimizer of 16 bits"] = partial(a_sharded_optimizer, fastddp.comm_hooks.bf16_compress_hook)
 
 
 @program
@@ -480,12 +534,26 @@ def a_copy(models: Models, rank: int) -> Any:
     return found + [steps(one, rank) for one in copies]
 
 
-@pytest.mark.tier("slow", but_one_in=4)
+def with_nodes(models: Models, rank: int) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "ranks"))
+    model = models.compile(Layers(), hierarchy=mesh)
+    model.register_comm_hook(None, fastddp.comm_hooks.fp16_compress_hook)
+    return steps(model, rank)
+
+
+@pytest.mark.tier("slow")
+@pytest.mark.timeout(COMPILING + 30)
+@on_ranks(4, time_limit=COMPILING)
+def test_gradients_that_are_handed_over_travel_in_two_levels(rank: int) -> None:
+    check_program(rank, with_nodes, "aot_eager")
+
+
+@pytest.mark.tier("slow", but_one_in=8)
 @pytest.mark.timeout(COMPILING + 30)
 @pytest.mark.parametrize("name", PROGRAMS)
 @on_ranks(2, time_limit=COMPILING)
 def test_a_program_gets_the_same_with_gradients_handed_over_as_when_they_come_at_the_end(rank: int, name: str) -> None:
-    check_program(rank, name, "aot_eager")
+    check_program(rank, PROGRAMS[name], "aot_eager")
 
 
 @pytest.mark.tier("nightly")
@@ -493,17 +561,17 @@ def test_a_program_gets_the_same_with_gradients_handed_over_as_when_they_come_at
 @pytest.mark.parametrize("name", PROGRAMS)
 @on_ranks(2, time_limit=COMPILING)
 def test_so_it_does_with_inductor(rank: int, name: str) -> None:
-    check_program(rank, name, "inductor")
+    check_program(rank, PROGRAMS[name], "inductor")
 
 
-def check_program(rank: int, name: str, backend: str) -> None:
+def check_program(rank: int, program: Program, backend: str) -> None:
     found = []
     for mode in ("ddp_optimizer", "no_optimization"):
         with dynamo(mode), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fastddp: the gradient of .* comes when")
             torch.manual_seed(5)
             models = Models(backend)
-            found.append(PROGRAMS[name](models, rank))
+            found.append(program(models, rank))
             assert all(bool(one.reducer.handed_over()) == (mode == "ddp_optimizer") for one in models.wrappers)
     torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
 

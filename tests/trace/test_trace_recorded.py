@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import json
 import re
 from pathlib import Path
 from typing import Literal
@@ -68,6 +69,21 @@ def test_of_steps_under_fastddp_which_have_the_names_that_were_recorded_before(r
 def test_of_steps_under_torchs_ddp(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(record, 2, tmp_path, "torch")
     assert all(bucket.first is None for bucket in report_of(tmp_path, "torch DDP").buckets)
+
+
+def test_in_a_compiled_backward_gradients_come_and_travel_as_in_another(ranks: RankPool, tmp_path: Path) -> None:
+    for path in ranks.run(record, 2, tmp_path, "compiled"):
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        spans = [(one["name"], one["ts"], one["ts"] + one["dur"]) for one in events if one.get("ph") == "X"]
+        graphs = [span for span in spans if span[0] == "CompiledFunctionBackward"]
+        for what in ("gradient", "pack", "collective"):
+            inside = [
+                (name, begin)
+                for name, begin, end in spans
+                if name.startswith(f"fastddp.{what} ") and any(graph[1] <= begin and end <= graph[2] for graph in graphs)
+            ]
+            assert len(inside) == 3 * len(graphs) - (what == "collective") * len(graphs), inside
+    assert all(bucket.first == bucket.last for bucket in report_of(tmp_path, "fastddp").buckets)
 
 
 def test_parameters_that_are_gathered_are_counted_by_name_and_drawn_as_their_buckets(
