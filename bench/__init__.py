@@ -1,1 +1,1 @@
-"""Benchmarks of fastddp, from the root of the repository: `python -m bench.step`, `network`, `kernels`, `training`."""
+"""Benchmarks of fastddp, from the root of the repository: `python -m bench.step`, `compiled`, `kernels`, `training`."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from bench.cases import Batch
-from bench.checks import EXACT, RANKS_AGREE, Check, eight_bits, rounded_to
+from bench.checks import COMPILED, EXACT, RANKS_AGREE, Check, eight_bits, rounded_to
 
 # Who may be compared with whom. default: a gradient has memory of its own. view: gradients are views of the buckets.
 # floor: no DDP at all, what the others are made of.
@@ -202,12 +202,15 @@ class Contestant:
     hook: Hook | None = None
     cap_mb: Cap = None  # of its own, whatever is asked
     by_default: bool = True  # measured where nobody is named
+    compiled: bool = False  # under torch.compile, with code of its own
     optimize_ddp: bool = True  # dynamo's setting; False: it does not cut torch's DDP into a graph for each bucket
 
     @property
     def check(self) -> Check:
         """What is demanded of its gradients."""
-        return self.hook.check if self.hook else EXACT
+        if self.hook:
+            return self.hook.check
+        return COMPILED if self.compiled else EXACT
 
     @property
     def hook_name(self) -> str:
@@ -235,13 +238,13 @@ class Contestant:
         is_one = self.engine == "torch" and self.hook is not None and self.hook.one_bucket_in_torch
         return _ONE_BUCKET_MB if is_one else asked
 
-    def step(self, module: nn.Module, bucket_cap_mb: float | None, compiled: bool = False) -> Step:
-        """Ready to run on a twin of the module, perhaps under torch.compile."""
+    def step(self, module: nn.Module, bucket_cap_mb: float | None) -> Step:
+        """Ready to run on a twin of the module."""
         if self.engine == "wire":
             return FlatAllReduce(module)
         options = {"bucket_cap_mb": self.bucket_cap_mb(bucket_cap_mb)} | dict(self.options)
-        own = wrapped(with_own_code(module) if compiled else module, self.engine, self.hook, options)
-        return CompiledStep(own, self.optimize_ddp) if compiled else Step(own)
+        own = wrapped(with_own_code(module) if self.compiled else module, self.engine, self.hook, options)
+        return CompiledStep(own, self.optimize_ddp) if self.compiled else Step(own)
 
 
 def twin(module: nn.Module) -> nn.Module:
@@ -323,7 +326,7 @@ _ALL = (
 CONTESTANTS = tuple(one for one in _ALL if one.engine != "torch" or torch_takes(one.options))
 
 
-def line_up(names: Sequence[str], hooks: Sequence[str]) -> list[Contestant]:
+def line_up(names: Sequence[str], hooks: Sequence[str], compiled: bool = False) -> list[Contestant]:
     """Those of CONTESTANTS with these names, with each of these hooks; the reference, which has none, is always there.
 
     What is no DDP, and torch-again, are there once, without a hook. With a hook of torch comes the one that it is held
@@ -334,9 +337,10 @@ def line_up(names: Sequence[str], hooks: Sequence[str]) -> list[Contestant]:
     >>> [contestant.name for contestant in line_up(["fastddp"], ["none", "bf16"])]
     ['torch', 'fastddp', 'fastddp+bf16']
     """
-    chosen = [contestant for contestant in CONTESTANTS if contestant.name in names]
+    everyone = [replace(contestant, compiled=compiled) for contestant in CONTESTANTS]
+    chosen = [contestant for contestant in everyone if contestant.name in names]
     plain = [c for c in chosen if NO_HOOK in hooks or not c.hookable]
-    result = [c for c in CONTESTANTS if c in plain or c.name == REFERENCE]
+    result = [c for c in everyone if c in plain or c.name == REFERENCE]
     for hook in filter(None, map(hook_named, hooks)):
         for contestant in (c for c in chosen if c.hookable):
             if contestant.name == REFERENCE:

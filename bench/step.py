@@ -144,7 +144,7 @@ def spawn_ranks(
 def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     """Runs one case on all ranks; every rank returns the same rows."""
     case = case_named(case_name)
-    contestants = line_up(options.contestant, options.hook)
+    contestants = line_up(options.contestant, options.hook, options.compiled)
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if options.backend == "nccl" else 0)
@@ -152,7 +152,7 @@ def measure(case_name: str, options: argparse.Namespace) -> list[harness.Row]:
     facts = harness.environment(options.module, device, options.threads)
     rank = dist.get_rank()
     model, batch_of = case.build(device)
-    steps = [contestant.step(model, options.bucket_cap_mb, options.compiled) for contestant in contestants]
+    steps = [contestant.step(model, options.bucket_cap_mb) for contestant in contestants]
     batches = partial(batch_of, rank)
 
     with harness.progress(case.name, options.warmup + options.rounds, show=rank == 0) as advance:

@@ -142,6 +142,7 @@ def _about_alarms(rows: Rows) -> None:
     assert [(row["alarms"], row["replicas_agree"]) for row in rows] == [([], True)] * 2
 
 
+TINY = "--case gpt-tiny --warmup 2"
 SMALL = "--layers 1 --width 64 --rounds 2 --warmup 2"
 RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
     ("soak", "--mode watched --steps 32 --every 8", _about_alarms),
@@ -161,11 +162,11 @@ RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
     ),
     (
         "compiled",
-        "--case gpt-tiny --bucket-cap-mb 1 --contestant alone torch-whole fastddp --without-exchange --rounds 2 --warmup 2",
+        f"{TINY} --rounds 2 --bucket-cap-mb 1 --without-exchange --contestants alone torch-whole fastddp",
         _about_compiled,
     ),
-    ("compiled", "--case gpt-tiny --contestants torch --compile-time --tries 1", _about_compile_time),
-    ("compiled", "--case gpt-tiny --contestants torch --memory --rounds 1 --warmup 2", _about_resident_memory),
+    ("compiled", f"{TINY} --contestants torch --compile-time --tries 1", _about_compile_time),
+    ("compiled", f"{TINY} --contestants torch --memory --rounds 1", _about_resident_memory),
     ("sharded", f"{SMALL} --contestants torch zero sharded fsdp2 sharded-int8 sharded-bf16", _about_sharded),
     ("sharded", "--memory --layers 8 --width 256 --steps 3 --contestants torch sharded-lazy", _about_memory),
     (
