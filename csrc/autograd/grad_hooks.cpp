@@ -150,11 +150,13 @@ bool GradHooks::may_come_early(size_t parameter) const {
 void GradHooks::accumulate_early(size_t parameter, const at::Tensor& gradient, bool may_share) {
   auto& hook = hooks_[parameter];
   const c10::AutoGradMode no_grad(false);
-  // The accumulator takes the memory of a tensor to which nobody else refers.
-  auto incoming = may_share ? as_gradient(gradient) : gradient.clone();
+  // The accumulator takes the memory of a tensor to which nobody refers but its caller.
+  variable_list arriving(1);
+  arriving.front() = may_share ? as_gradient(gradient) : gradient.clone();
+  const auto incoming = arriving.front();
   const bool shares = may_share && !hook.parameter.grad().defined();
   hook.came_early_in = Backwards::number();
-  (*hook.accumulator)({incoming});
+  (*hook.accumulator)(std::move(arriving));
   // The graph, too, refers to what is shared, and drops it.
   on_gradient_(parameter, incoming, shares || held_by_parameter_alone(hook.parameter.grad(), {incoming}));
 }

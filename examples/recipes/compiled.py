@@ -16,7 +16,7 @@ def main() -> None:
     torch.manual_seed(dist.get_rank())
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())]
     module = nn.Sequential(nn.Linear(16, 64), *layers, nn.Linear(64, 4)).to(device)
-    # Graphs are cut where buckets end, so a bucket travels while the next graph's backward runs.
+    # One graph, whatever the size of buckets: they travel while its backward runs.
     wrapper = fastddp.DistributedDataParallel(module, bucket_cap_mb=0.02)
     model = torch.compile(wrapper)
     optimizer = torch.optim.AdamW(wrapper.parameters(), lr=3e-3)

@@ -134,7 +134,8 @@ def _text(why_cut: str, late: Sequence[str]) -> str:
     return (
         f"fastddp: the gradient of {late[0]}{more} comes when its compiled graph ends, so it overlaps none of it: the "
         "code was compiled before the model was wrapped or outside of its forward, dynamo is told to do without DDPs "
-        "(torch._dynamo.config.optimize_ddp), or this torch compiles in another way."
+        "(torch._dynamo.config.optimize_ddp), saved_tensors_hooks replace parameters, or this torch compiles in "
+        "another way."
     )
 
 
