@@ -1,4 +1,5 @@
 // Operators that stand in compiled graphs: note [Handed over], autograd/grad_hooks.h.
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -37,6 +38,7 @@ class Passes : public torch::autograd::Function<Passes> {
 };
 
 at::Tensor passes(const at::Tensor& parameter) {
+  const c10::AutoGradMode records(true);  // later uses may need the gradient
   return Passes::apply(parameter);
 }
 

@@ -94,16 +94,17 @@ class CompiledGraphs:
 
     def put_operators(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
         """Let gradients be handed over. ``inputs``: an example for each placeholder, parameters themselves."""
-        own = {id(parameter) for parameter in self._parameters}
-        places = {node: place for place, node in enumerate(graph.graph.nodes)}
+        if any("increment_nesting" in getattr(node.target, "__name__", "") for node in graph.graph.nodes):
+            return  # torch.func: inside it parameters are other tensors
+        own = {id(parameter) for parameter in self._parameters if type(parameter) in (Tensor, nn.Parameter)}
+        users = _users_with_gradients(graph.graph)
         for placeholder, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
-            users = list(placeholder.users)
-            if id(value) not in own or not users:
+            if id(value) not in own or placeholder not in users:
                 continue
-            with graph.graph.inserting_before(min(users, key=places.__getitem__)):
+            with graph.graph.inserting_before(users[placeholder][0]):
                 passed = graph.graph.call_function(torch.ops.fastddp.passes.default, (placeholder,))
             passed.meta = {key: value for key, value in placeholder.meta.items() if key != "grapharg"}
-            for user in users:
+            for user in users[placeholder]:
                 user.replace_input_with(placeholder, passed)
         graph.recompile()
 
@@ -125,6 +126,19 @@ class CompiledGraphs:
         self._is_said = bool(late or self._why_cut)
         if self._is_said and rank == 0:
             warnings.warn(_text(self._why_cut, late) + see("FD051"), stacklevel=2)
+
+
+def _users_with_gradients(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """By node, those that use it where autograd records, in the order in which they run."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    records = torch.is_grad_enabled()
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            records = node.args[0]
+        elif records and node.op != "output":
+            for used in node.all_input_nodes:
+                found.setdefault(used, []).append(node)
+    return found
 
 
 def _text(why_cut: str, late: Sequence[str]) -> str:
@@ -195,8 +209,7 @@ class ActiveModel:
             return self._before[-1](bucket_bytes_cap, backend_compile_fn, *more, **options)
 
         def compile_fn(graph: fx.GraphModule, inputs: Sequence[Any], **of_backend: Any) -> Any:
-            if torch.is_grad_enabled():
-                self._graphs.put_operators(graph, inputs)
+            self._graphs.put_operators(graph, inputs)
             return backend_compile_fn(graph, inputs, **of_backend)
 
         return types.SimpleNamespace(compile_fn=compile_fn)

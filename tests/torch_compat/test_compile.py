@@ -289,6 +289,25 @@ class Autocast(Layers):
             return super().forward(x).float()
 
 
+class FirstWithoutGradient(Layers):
+    """Looks at a weight before it uses it, and writes to another one; a third goes through a transform."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.layers[0].weight.abs().max() + 1
+            self.layers[1].bias.clamp_(-0.1, 0.1)
+        x = super().forward(x / scale)
+        with torch.no_grad():
+            return x + self.layers[2].bias.sum() * 0 if scale is None else x
+
+
+class Transformed(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return torch.vmap(lambda row: row * self.layers[3].bias)(x)
+
+
+with_options("a parameter that is first used without gradients", FirstWithoutGradient)
 with_options("views", gradient_as_bucket_view=True)
 with_options("a static graph", Routed, static_graph=True)
 with_options("tied over a break", Tied)
@@ -359,6 +378,13 @@ def hooks_of_users_see_what_they_would(models: Models, rank: int) -> Any:
     first.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     second.register_hook(lambda gradient: gradient * 2)
     return [steps(model, rank), seen]
+
+
+@program
+def a_transform_in_the_graph(models: Models, rank: int) -> Any:
+    model = models.compile(Transformed())
+    models.wrappers.clear()  # parameters are other tensors inside of it
+    return steps(model, rank)
 
 
 @program
