@@ -398,7 +398,7 @@ class DistributedDataParallel(Additions):
         if synchronises:
             self.logger.forward_ends(self.reducer)
             self.engine.arm(output)
-            self._graphs.look(output)
+            self._graphs.look(output, self.reducer)
         elif torch.is_grad_enabled():
             self.engine.local_steps.note_forward_without_sync()
         # If this forward synchronises nothing, the next one does not synchronise buffers.

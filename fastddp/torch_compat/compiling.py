@@ -74,6 +74,7 @@ class CompiledGraphs:
         self._have_stand_ins = have_stand_ins
         self._why_cut = ""
         self._frames = 0  # that dynamo had seen at the last look
+        self._window = 0  # of that look
         self._compiled: set[int] = set()
         self._is_said = False
 
@@ -108,18 +109,18 @@ class CompiledGraphs:
                 user.replace_input_with(placeholder, passed)
         graph.recompile()
 
-    def look(self, output: Any) -> None:
+    def look(self, output: Any, reducer: Reducer) -> None:
         """If dynamo has been at work since the last look, note which parameters get gradients from compiled graphs."""
         frames = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
         if self._is_said or frames == self._frames:
             return
-        self._frames = frames
+        self._frames, self._window = frames, reducer.windows()
         compiled = _with_compiled_gradients(tensors_in(output))
         self._compiled = {index for index, parameter in enumerate(self._parameters) if id(parameter) in compiled}
 
     def check(self, reducer: Reducer, rank: int) -> None:
         """After the backward of the forward that was looked at: warn once if gradients were not handed over."""
-        if self._is_said or reducer.windows() == 0 or not (self._compiled or self._why_cut):
+        if self._is_said or reducer.windows() == self._window or not (self._compiled or self._why_cut):
             return
         late = [self._names[index] for index in sorted(self._compiled.difference(reducer.handed_over()))]
         self._compiled = set()

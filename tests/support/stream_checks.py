@@ -162,6 +162,43 @@ def pack_waits_for_producers_on_other_streams(accumulates: bool) -> None:
             without_gradients(of)
 
 
+class _Graph(torch.autograd.Function):
+    """One node, which hands gradients over before it ends: ``value``, and ten times that."""
+
+    @staticmethod
+    def forward(ctx: Any, value: float, *parameters: Tensor) -> Tensor:
+        ctx.value, ctx.parameters = value, parameters
+        return sum(parameter.sum() for parameter in parameters)  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        found = [torch.full_like(one, ctx.value * 10**place) for place, one in enumerate(ctx.parameters)]
+        for one, parameter in zip(found, ctx.parameters, strict=True):
+            torch.ops.fastddp.hand_over(one, parameter)
+        return (None, *found)
+
+
+def pack_waits_for_gradients_that_were_handed_over_on_another_stream(accumulates: bool) -> None:
+    first, second = of = parameters(ELEMENTS, ELEMENTS)
+    accumulate_on([stream(), stream()], of)
+    engine = reducer(of, plan=[[0], [1]])
+    for step in range(1, 4):
+        if accumulates:
+            with_zeros(of)
+        engine.begin_forward(True)
+        own = stream()
+        own.wait_stream(torch.accelerator.current_stream())
+        with own:
+            loss = _Graph.apply(step, *of)
+        engine.arm()
+        torch.accelerator.current_stream().wait_stream(own)
+        loss.backward()
+        expect(first.grad, step)
+        expect(second.grad, 10 * step)
+        assert engine.handed_over() == [0, 1]
+        without_gradients(of)
+
+
 def gradients_that_somebody_holds_are_averaged_in_place_and_measured(looks: bool) -> None:
     """Each norm before the memory of its parts is used again."""
     (parameter,) = parameters(ELEMENTS)

@@ -80,7 +80,8 @@ def test_in_a_compiled_backward_gradients_come_and_travel_as_in_another(ranks: R
             inside = [
                 (name, begin)
                 for name, begin, end in spans
-                if name.startswith(f"fastddp.{what} ") and any(graph[1] <= begin and end <= graph[2] for graph in graphs)
+                if name.startswith(f"fastddp.{what} ")
+                and any(graph[1] <= begin and end <= graph[2] for graph in graphs)
             ]
             assert len(inside) == 3 * len(graphs) - (what == "collective") * len(graphs), inside
     assert all(bucket.first == bucket.last for bucket in report_of(tmp_path, "fastddp").buckets)
