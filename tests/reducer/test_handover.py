@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fastddp
 from fake_cuda import DEVICE
@@ -128,6 +129,26 @@ def check_memory_stays(rank: int, device: str, hook: str | None, share: bool, op
         if hook is None:
             expected = [average(step) * (1 if share else place + 1) for place in range(COUNT)]
             assert all(map(torch.equal, on_cpu(model), expected))
+
+
+@on_ranks(2)
+def test_so_it_does_where_a_gradient_comes_in_two_parts(rank: int) -> None:
+    """Each checkpoint has a backward of its own, which hands over a part of each gradient."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    class Twice(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-untyped-call]
+            return x
+
+    model = wrap(Twice(lambda found: seen.append((found[0], found[0].clone()))), static_graph=True)
+    for step in range(4):
+        seen.clear()
+        model.zero_grad()
+        model(batch(rank, step).requires_grad_()).sum().backward()
+        assert len(seen) == 2 * COUNT
+        assert all(torch.equal(memory, before) for memory, before in seen)
 
 
 def on_cpu(model: nn.Module) -> list[Tensor]:
