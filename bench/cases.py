@@ -204,7 +204,7 @@ def _cases(factor: int) -> tuple[Case, ...]:
         # For slow networks and many ranks.
         _shapes_case("vit-tiny", "ViT-Tiny, 5.7 M parameters, shapes only", vit_tiny_shapes, (), False, factor),
         # For torch.compile: 16 M parameters, and little to compile.
-        _gpt_case("gpt-16m", 9, 384, 4 * factor, by_default=False),
+        _gpt_case("gpt-16m", 9, 384, factor, by_default=False),
         _gpt_case("gpt-tiny", 1, 256, factor, by_default=False),
     )
 

@@ -15,6 +15,7 @@ from a constant of ``torch.distributed`` (1 MiB), and fails if the other cap is 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 import warnings
@@ -154,11 +155,25 @@ def _text(why_cut: str, late: Sequence[str]) -> str:
     )
 
 
-def _uses_cuda_graphs(backend: Any) -> bool:
-    """Whether it is inductor with ``mode="reduce-overhead"``, or another way to ask for that."""
+def _innermost(backend: Any) -> Any:
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
-    own = getattr(backend, "config", None)
+    return backend
+
+
+def _as_gradients_come(backend: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` for ``backend``, so that it computes gradients in the order of backward.
+
+    Where weights take more memory than activations, inductor would compute their gradients at the end, all together.
+    """
+    if "config_patches" not in inspect.signature(_innermost(backend)).parameters:
+        return options
+    return options | {"config_patches": {"reorder_for_peak_memory": False} | (options.get("config_patches") or {})}
+
+
+def _uses_cuda_graphs(backend: Any) -> bool:
+    """Whether it is inductor with ``mode="reduce-overhead"``, or another way to ask for that."""
+    own = getattr(_innermost(backend), "config", None)
     asked = own.get("triton.cudagraphs") if isinstance(own, dict) else None
     if asked is None and "torch._inductor.config" in sys.modules:
         asked = sys.modules["torch._inductor.config"].triton.cudagraphs
@@ -211,7 +226,7 @@ class ActiveModel:
 
         def compile_fn(graph: fx.GraphModule, inputs: Sequence[Any], **of_backend: Any) -> Any:
             self._graphs.put_operators(graph, inputs)
-            return backend_compile_fn(graph, inputs, **of_backend)
+            return backend_compile_fn(graph, inputs, **_as_gradients_come(backend_compile_fn, of_backend))
 
         return types.SimpleNamespace(compile_fn=compile_fn)
 

@@ -144,6 +144,30 @@ def test_it_is_one_graph_without_breaks_and_buckets_travel_while_its_backward_ru
     assert events == [*range(8), "graph ends"]
 
 
+class Wide(nn.Module):
+    """Whose weights take more memory than its activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(nn.functional.gelu(self.first(self.norm(x))))
+
+
+@pytest.mark.timeout(COMPILING + 30)
+@pytest.mark.tier("slow")
+@on_ranks(1, time_limit=COMPILING)
+def test_inductor_computes_gradients_in_the_order_of_backward_though_it_costs_memory(rank: int) -> None:
+    with dynamo():
+        model = fastddp.DistributedDataParallel(nn.Sequential(*(Wide() for _ in range(3))))
+        model.compile()
+        for _ in range(2):
+            model(torch.randn(32, 256)).square().sum().backward()
+    layers = [index // 6 for index in model.reducer.arrival_order()]
+    assert layers == sorted(layers, reverse=True)
+
+
 @on_ranks(1)
 def test_no_sync_compiles_nothing_anew_and_without_gradients_nothing_is_put_into_the_graph(rank: int) -> None:
     graphs: list[Any] = []
