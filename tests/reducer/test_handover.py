@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
+import fake_cuda
 import fastddp
 from fake_cuda import DEVICE
 from hooks_by_name import HOOKS, averages
@@ -119,7 +121,10 @@ def check_memory_stays(rank: int, device: str, hook: str | None, share: bool, op
     for step in range(3):
         seen.clear()
         model.zero_grad()
+        launched = len(fake_cuda.launches()) if device == DEVICE else 0
         model(batch(rank, step).to(device)).sum().backward()
+        if device == DEVICE and hook is None and not share:  # gradients have moved into the wire
+            assert [name.split("_")[1] for name in fake_cuda.launches()[launched:]] == ["pack"] * COUNT
         first = seen[0][COUNT:]
         for one in seen:
             assert all(map(torch.equal, one[COUNT:], first))
@@ -149,6 +154,36 @@ def test_so_it_does_where_a_gradient_comes_in_two_parts(rank: int) -> None:
         model(batch(rank, step).requires_grad_()).sum().backward()
         assert len(seen) == 2 * COUNT
         assert all(torch.equal(memory, before) for memory, before in seen)
+
+
+@on_ranks(2)
+def test_so_it_does_where_another_wrapper_has_one_of_the_parameters(rank: int) -> None:
+    """Then averages are written where gradients are, when backward has ended."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    model = wrap(Model(lambda found: seen.append((found[0], found[0].clone())), share=True), bucket_cap_mb=1)
+    layer = nn.Linear(20, 3, bias=False)
+    layer.weight = model.module.weights[0]
+    other = wrap(layer)
+    for step in range(3):
+        seen.clear()
+        model.zero_grad()
+        x = batch(rank, step)
+        (model(x).sum() + other(x).sum()).backward()
+        assert all(torch.equal(memory, before) for memory, before in seen)
+        assert all(map(torch.equal, gradients(model)[1:], [average(step)] * (COUNT - 1)))
+
+
+@on_ranks(2)
+def test_no_optimizer_steps_while_the_node_may_read_parameters(rank: int) -> None:
+    seen: list[list[Tensor]] = []
+    model = wrap(Model(lambda found: seen.append([one.detach().clone() for one in model.parameters()])))
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    for step in range(3):
+        seen.clear()
+        before = [one.detach().clone() for one in model.parameters()]
+        model(batch(rank, step)).sum().backward()
+        assert all(map(torch.equal, seen[-1], before))
+        assert not any(map(torch.equal, model.parameters(), before))
 
 
 def on_cpu(model: nn.Module) -> list[Tensor]:
