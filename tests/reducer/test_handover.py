@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -176,7 +177,12 @@ def test_so_it_does_where_another_wrapper_has_one_of_the_parameters(rank: int) -
 @on_ranks(2)
 def test_no_optimizer_steps_while_the_node_may_read_parameters(rank: int) -> None:
     seen: list[list[Tensor]] = []
-    model = wrap(Model(lambda found: seen.append([one.detach().clone() for one in model.parameters()])))
+
+    def then(found: list[Tensor]) -> None:
+        time.sleep(0.05)  # for a bucket to arrive
+        seen.append([one.detach().clone() for one in model.parameters()])
+
+    model = wrap(Model(then))
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     for step in range(3):
         seen.clear()
