@@ -91,6 +91,7 @@ def test_a_bucket_travels_as_soon_as_its_gradient_is_handed_over(rank: int) -> N
         assert all(map(torch.equal, gradients(model), [average(step) * (place + 1) for place in range(COUNT)]))
 
 
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize("hook", [None, "fp16", "int8", "PowerSGD"])
@@ -101,6 +102,7 @@ def test_the_memory_of_what_is_handed_over_stays_as_it_is(
     check_memory_stays(rank, "cpu", hook, share, options)
 
 
+@pytest.mark.tier("slow", but_one_in=4)
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("hook", [None, "fp16"])
 @on_ranks(2, "simulated_ranks")

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import fastddp
 from hooks_by_name import averages
@@ -118,8 +120,14 @@ def test_gradients_are_torchs(rank: int, way: str, backend: str, options: dict[s
 
 
 @pytest.mark.timeout(COMPILING + 30)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SLOW)])
-@pytest.mark.parametrize("way", ["outside", "inside", "in place"])
+@pytest.mark.parametrize(
+    ("way", "backend"),
+    [
+        ("outside", "aot_eager"),
+        *(pytest.param(way, "aot_eager", marks=SLOW) for way in ("inside", "in place")),
+        *(pytest.param(way, "inductor", marks=SLOW) for way in ("outside", "inside", "in place")),
+    ],
+)
 @on_ranks(2, time_limit=COMPILING)
 def test_it_is_one_graph_without_breaks_and_buckets_travel_while_its_backward_runs(
     rank: int, way: str, backend: str
@@ -550,8 +558,6 @@ PROGRAMS["a sharded optimizer of 16 bits"] = partial(a_sharded_optimizer, fastdd
 
 @program
 def an_optimizer_inside_backward(models: Models, rank: int) -> Any:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
     model = models.wrap(Layers())
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     model.compile(backend=models.backend)
@@ -667,6 +673,21 @@ def test_where_cuda_graphs_are_replayed_graphs_end_with_buckets(
     graph_of = {shape: number for number, graph in enumerate(reversed(graphs)) for shape in graph}
     for number, bucket in enumerate(reversed(after)):
         assert max(graph_of[shape] for shape in bucket) <= number
+
+
+@pytest.mark.tier("slow", but_one_in=2)
+@pytest.mark.parametrize("why", ["other tensors stand in the places", "an optimizer steps inside backward"])
+@on_ranks(1)
+def test_where_gradients_cannot_be_handed_over_one_line_says_why(rank: int, why: str) -> None:
+    with dynamo():
+        low = {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)} if why.startswith("other") else {}
+        model = fastddp.DistributedDataParallel(Layers(), **low)
+        if not low:
+            _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.0})
+        model.compile(backend="aot_eager")
+        (text,) = said(rank, model)
+    assert f"are cut where buckets end, as for torch's DDP: {why}" in text
+    assert model.reducer.handed_over() == []
 
 
 @on_ranks(2)
