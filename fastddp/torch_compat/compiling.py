@@ -121,7 +121,7 @@ class CompiledGraphs:
 
     def check(self, reducer: Reducer, rank: int) -> None:
         """After the backward of the forward that was looked at: warn once if gradients were not handed over."""
-        if self._is_said or reducer.windows() == self._window or not (self._compiled or self._why_cut):
+        if self._is_said or not (self._compiled or self._why_cut) or reducer.windows() == self._window:
             return
         late = [self._names[index] for index in sorted(self._compiled.difference(reducer.handed_over()))]
         self._compiled = set()

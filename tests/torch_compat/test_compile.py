@@ -177,6 +177,18 @@ def test_inductor_computes_gradients_in_the_order_of_backward_though_it_costs_me
 
 
 @on_ranks(1)
+def test_a_module_of_torchs_own_is_one_graph_too(rank: int) -> None:
+    """Alone, dynamo leaves the frames of such modules as they are."""
+    with dynamo():
+        module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+        model: Any = torch.compile(fastddp.DistributedDataParallel(module), backend="aot_eager")
+        backward(model, rank)
+        counters = torch._dynamo.utils.counters
+        assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (1, 0)
+    assert model._orig_mod.reducer.handed_over() == [0, 1, 2, 3]
+
+
+@on_ranks(1)
 def test_no_sync_compiles_nothing_anew_and_without_gradients_nothing_is_put_into_the_graph(rank: int) -> None:
     graphs: list[Any] = []
 
