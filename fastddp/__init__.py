@@ -10,6 +10,7 @@ check_build()  # first, because importing fastddp._C under another torch fails w
 from fastddp import comm_hooks  # noqa: E402
 from fastddp._build_info import version as __version__  # noqa: E402
 from fastddp.ddp import DistributedDataParallel  # noqa: E402
+from fastddp.in_place.replicate import replicate  # noqa: E402
 from fastddp.patching import patch  # noqa: E402
 from fastddp.planning.bucket_plan import BucketPlan  # noqa: E402
 from fastddp.sharding.clipping import clip_grad_norm_  # noqa: E402
@@ -30,4 +31,5 @@ __all__ = [
     "clip_grad_norm_",
     "comm_hooks",
     "patch",
+    "replicate",
 ]

@@ -25,6 +25,7 @@ from fastddp.additions import Additions
 from fastddp.config import Config, check_types
 from fastddp.engine import Recipe
 from fastddp.errors import see
+from fastddp.module.backward import is_inside_backward
 from fastddp.module.buffers import BufferSync
 from fastddp.module.main_gradients import MainGradients
 from fastddp.module.meshes import LocalParts, group_of_mesh, keeps_refused_module
@@ -43,7 +44,7 @@ from fastddp.ranks.wire_memory import WireMemory
 from fastddp.torch_compat.compiling import ActiveModel, CompiledGraphs, call, leave_alone
 from fastddp.torch_compat.job_options import hook_in_force, with_job_options
 from fastddp.torch_compat.optimizer_in_backward import take_over_optimizers
-from fastddp.torch_compat.refusals import check_beside_torchs, refuse_distributed_autograd
+from fastddp.torch_compat.refusals import check_beside_torchs, check_not_replicated, refuse_distributed_autograd
 from fastddp.watch import presence
 from fastddp.watch.options import Watch, check_watch
 from fastddp.watch.stalls import begin_to_watch
@@ -175,6 +176,7 @@ class DistributedDataParallel(Additions):
         local_parts = LocalParts(module, self.process_group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = collect_parameters(module, self.parameters_to_ignore)
+        check_not_replicated(module)
         for child in module.modules():
             check_beside_torchs(child, parameters.tensors)
         delayed = Delayed.from_arguments(delay_all_reduce_named_params, param_to_hook_all_reduce, parameters)
@@ -327,24 +329,36 @@ class DistributedDataParallel(Additions):
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward() as needs_a_frame:
+            run = self._callee()
             if self._stand_ins is not None:
-                return self._stand_ins.run(self.module, inputs, kwargs)
-            return call(self.module, inputs, kwargs) if needs_a_frame else self.module(*inputs, **kwargs)
+                return self._stand_ins.run(self.module, run, inputs, kwargs)
+            return call(run, inputs, kwargs) if needs_a_frame else run(*inputs, **kwargs)
+
+    def _callee(self) -> Callable[..., Any]:
+        """What runs the module."""
+        return self.module
 
     @torch._disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        engine = self.engine
         check_beside_torchs(TorchDDP._active_ddp_module, self._recipe.parameters.tensors)
+        grad_enabled = torch.is_grad_enabled()
+        self._begin(grad_enabled and self.require_backward_grad_sync, grad_enabled)
+        if self.device_ids:
+            moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+        return (inputs, kwargs) if self._low_precision is None else self._low_precision.cast((inputs, kwargs))
+
+    def _begin(self, synchronises: bool, grad_enabled: bool) -> None:
+        """Do what comes before the module runs, and check that it may run."""
+        engine = self.engine
         if engine.sharded is not None:
             engine.sharded.check_parameters()
-        grad_enabled = torch.is_grad_enabled()
-        synchronises = grad_enabled and self.require_backward_grad_sync
         if synchronises:
             check_group(self.process_group)
             refuse_distributed_autograd()
             if self._stand_ins is not None:
                 self._stand_ins.put_parameters_back()
-            if torch._C._current_graph_task_id() == -1:  # in a backward, stand-ins may be in the parameters' places
+            if self._stand_ins is None or not is_inside_backward():  # there they may be in the parameters' places
                 engine.parameter_watch.check()
         if grad_enabled:
             engine.check_none_missing()
@@ -355,17 +369,13 @@ class DistributedDataParallel(Additions):
         self._note_who_has_inputs()
         joining.tell_of_forward(engine.now, synchronises)
         self._begin_step(synchronises, grad_enabled)
-        if self.device_ids:
-            moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
-            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
-        return (inputs, kwargs) if self._low_precision is None else self._low_precision.cast((inputs, kwargs))
 
     def _begin_step(self, synchronises: bool, grad_enabled: bool, is_shadow: bool = False) -> None:
         """Do what ranks do together before a forward; ``is_shadow``: this rank has no inputs (torch's Join)."""
         engine = self.engine
         if grad_enabled and not engine.has_rebuilt_buckets:
             take_over_optimizers(self.reducer, self._recipe.parameters.tensors, engine.now.main_gradients.are_apart)
-            engine.rebuild_buckets()
+            self._rebuild_buckets()
         if grad_enabled:
             engine.plan_buckets()
         if synchronises:
@@ -375,6 +385,9 @@ class DistributedDataParallel(Additions):
             self._sync_buffers(is_shadow)
         if grad_enabled and engine.slow_ranks is not None:
             self.reducer.begin_module()
+
+    def _rebuild_buckets(self) -> None:
+        self.engine.rebuild_buckets()
 
     def _begin_shadow(self, synchronises: bool, grad_enabled: bool) -> None:
         """Take part in a forward and a backward of other ranks, for which this rank has no inputs."""
@@ -396,14 +409,17 @@ class DistributedDataParallel(Additions):
         self.reducer.end_forward()
         synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
         if synchronises:
-            self.logger.forward_ends(self.reducer)
-            self.engine.arm(output)
+            self._arm(output)
             self._graphs.look(output, self.reducer)
         elif torch.is_grad_enabled():
             self.engine.local_steps.note_forward_without_sync()
         # If this forward synchronises nothing, the next one does not synchronise buffers.
         self.require_forward_param_sync = synchronises
         return output
+
+    def _arm(self, output: Any) -> None:
+        self.logger.forward_ends(self.reducer)
+        self.engine.arm(output)
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward synchronises buffers."""
@@ -483,6 +499,9 @@ class DistributedDataParallel(Additions):
                 "Only a DistributedDataParallel over the default process group can be pickled or copied, since that is "
                 "the group it is restored with. Save model.module or state_dict() instead." + see("FD039")
             )
+        return self._without_engine()
+
+    def _without_engine(self) -> dict[str, Any]:
         state = copy.copy(self.__dict__)
         state.pop("_compiled_call_impl", None)  # of Module.compile(); it would call this model
         for name in ("process_group", "reducer", "logger", "engine", "_number"):

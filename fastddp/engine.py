@@ -140,7 +140,7 @@ class Engine:
         all_reduce = AllReduce(wire=recipe.wire)
         self._use((lambda window: all_reduce) if hook is None else self._schedule_of(*hook))
         self.local_steps = LocalSteps(self.now, watch.local_steps)
-        check_before_each_step(self.now, self.local_steps, self.check_before_step)
+        self.steps = check_before_each_step(self.now, self.local_steps, self.check_before_step)
 
     def _make_reducer(
         self,

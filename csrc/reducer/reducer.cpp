@@ -163,6 +163,7 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
 // a backward of its own that ends sooner.
 void Reducer::on_backward_begin() {
   const std::lock_guard lock(mutex_);
+  if (is_local_) return;
   // A backward for a choice may bring no gradient of ours. If it does, its first gradient begins the reduction.
   if (Backwards::is_for_a_choice()) return backwards_.note_choice();
   note_backward();
@@ -192,6 +193,7 @@ void Reducer::before_gradient(size_t parameter, bool is_defined) {
     const std::lock_guard lock(mutex_);
     steps_.look_for_skipped();
   }
+  if (open_ && asked_in_ != Backwards::number()) open_without_forward();
   if (window_.may_begin()) begin_with_gradient();
   if (!window_.expects_all()) {
     const std::lock_guard lock(mutex_);
@@ -203,9 +205,29 @@ void Reducer::before_gradient(size_t parameter, bool is_defined) {
   buckets_.tell(parameter, &Shard::take_notice);  // once: a placeholder of the window that begins has taken it
 }
 
+// Note [Windows without a forward]
+// A module that is replicated in place has no wrapper whose forward every loss goes through. So its first gradient in a backward
+// opens a window, if none is open: `open_` does what the wrapper's forward does, collectives included. What a forward decides
+// elsewhere, the backward decides here: whether gradients stay on this rank (no_sync), and that a failed window is repaired.
+// A backward over two devices has two threads; the one that comes later waits until the window is open.
+void Reducer::open_without_forward() {
+  if (!Backwards::is_inside_one()) return;
+  const std::lock_guard one_at_a_time(opening_);
+  if (asked_in_ == Backwards::number()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    const c10::AutoGradMode no_grad(false);
+    notice_failure();
+    if (window_.is(WindowState::failed)) repair();
+    if (is_local_ && window_.is(WindowState::finished)) apply(WindowEvent::forward);  // what comes belongs to the next window
+  }
+  if (!is_local_ && !window_.is_open()) open_();
+  asked_in_ = Backwards::number();
+}
+
 void Reducer::begin_with_gradient() {
   const std::lock_guard lock(mutex_);
-  if (!window_.may_begin() || !Backwards::is_inside_one()) return;
+  if (is_local_ || !window_.may_begin() || !Backwards::is_inside_one()) return;
   // Another backward over the last forward begins at its outputs (on_backward_begin), if they are watched.
   const bool is_another = window_.is(WindowState::finished);
   const bool comes_by_outputs = !backwards_.are_seen_early() || backwards_.is_noted_choice();

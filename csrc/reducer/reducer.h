@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -44,6 +45,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // After a forward whose backward shall synchronise gradients. `outputs`: the forward's tensors, where that backward begins. A
   // backward that reaches none of them begins before its first gradient, which may be inside a reentrant checkpoint.
   void arm(const std::vector<at::Tensor>& outputs = {});
+
+  // Both for a module without a wrapper: note [Windows without a forward], reducer.cpp. `open` is called without the lock.
+  void opens_by(std::function<void()> open) { open_ = std::move(open); }
+  void set_local(bool is_local) { is_local_ = is_local; }
 
   // A compiled backward has computed this parameter's gradient, and goes on: note [Handed over], grad_hooks.h.
   void hand_over(size_t parameter, const at::Tensor& gradient);
@@ -225,6 +230,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_backward_begin();
   void note_backward();
   void before_gradient(size_t parameter, bool is_defined);
+  void open_without_forward();
   void begin_with_gradient();
   bool may_share_memory(size_t parameter, const at::Tensor& gradient) const;
   void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
@@ -264,7 +270,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   LocalGradients local_;
   Closing closing_;
   std::vector<std::atomic<bool>> were_handed_over_;  // by parameter
-  GradHooks hooks_;                                  // last: they call the members above
+  std::function<void()> open_;                       // empty: only forwards open windows
+  std::atomic<bool> is_local_{false};                // gradients stay on this rank, whatever a forward asked for
+  std::atomic<int> asked_in_{-1};                    // the number of the last backward that has asked for a window
+  std::mutex opening_;
+  GradHooks hooks_;  // last: they call the members above
 };
 
 }  // namespace fastddp

@@ -1,13 +1,19 @@
-"""Calls at two moments of a backward: when it reaches a forward's output, and when it ends."""
+"""Backwards: whether one runs, and calls at two moments of it: at the output of a forward, and at its end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.autograd import Variable
 
 from fastddp.module.nested import tensors_in
+
+
+def is_inside_backward() -> bool:
+    """Whether autograd's engine calls this thread now."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def when_backward_reaches(output: Any, function: Callable[[], None]) -> None:

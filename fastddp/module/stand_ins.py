@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastddp.errors import see
-from fastddp.module.backward import when_backward_ends, when_backward_reaches
+from fastddp.module.backward import is_inside_backward, when_backward_ends, when_backward_reaches
 
 _FIRST_IN_BACKWARD = 2**64 - 1
 
@@ -34,13 +34,16 @@ class StandIns:
         self._in_backward = _Replacement([], {})
 
     @torch._disable_dynamo(recursive=False)  # the module itself may be compiled
-    def run(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return ``module(*inputs, **kwargs)``; also after an exception, the parameters are in their places again."""
+    def run(self, module: nn.Module, call: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return ``call(*inputs, **kwargs)``, which runs ``module``.
+
+        Also after an exception, the parameters are in their places again.
+        """
         self.put_parameters_back()
         tensors: _Tensors = {}
         replacement = self._replace(module, tensors)
         try:
-            output = module(*inputs, **kwargs)
+            output = call(*inputs, **kwargs)
         finally:
             replacement.undo()
         self._stand_in_backward_of(output, module, tensors)
@@ -48,7 +51,7 @@ class StandIns:
 
     def put_parameters_back(self) -> None:
         """Undo what a failed backward has left: a device's thread may not have noticed the failure yet."""
-        if torch._C._current_graph_task_id() == -1:
+        if not is_inside_backward():
             self._in_backward.undo()
 
     @torch._disable_dynamo

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastddp.ddp import DistributedDataParallel
 from fastddp.engine import Engine
 from fastddp.errors import see
+from fastddp.in_place.replicated import wrapper_of
 
 
 def clip_grad_norm_(
-    model: DistributedDataParallel, max_norm: float | Tensor, error_if_nonfinite: bool = False
+    model: DistributedDataParallel | nn.Module, max_norm: float | Tensor, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Scale the gradients of ``model`` so that their 2-norm is at most ``max_norm``, in one pass over them.
 
@@ -37,22 +38,23 @@ def clip_grad_norm_(
         RuntimeError: there are no gradients of a finished synchronisation, or (see above) their norm is not finite.
         TypeError: ``model`` is not the wrapper, but a module or parameters.
     """
-    if not hasattr(model, "last_grad_norm"):  # so an object around the wrapper that passes its attributes on works too
+    wrapper: DistributedDataParallel = wrapper_of(model)
+    if not hasattr(wrapper, "last_grad_norm"):  # so an object that passes the wrapper's attributes on works too
         raise TypeError(
             "fastddp.clip_grad_norm_ takes a fastddp.DistributedDataParallel, which knows the norm, and got "
             f"{type(model).__name__}. Pass the wrapper, not its module or parameters, or use "
             "torch.nn.utils.clip_grad_norm_." + see("FD024")
         )
-    norm = model.last_grad_norm()
+    norm = wrapper.last_grad_norm()
     if error_if_nonfinite and not torch.isfinite(norm):
-        model.discard_step()
+        wrapper.discard_step()
         raise RuntimeError(
             f"The norm of the gradients is {norm.item()}, so they cannot be clipped. Lower the learning rate or the "
             "loss scale, or pass error_if_nonfinite=False to scale by it anyway." + see("FD017")
         )
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients: dict[torch.device, list[Tensor]] = {}
-    for gradient in _gradients(model.engine):
+    for gradient in _gradients(wrapper.engine):
         gradients.setdefault(gradient.device, []).append(gradient)
     for device, tensors in gradients.items():
         torch._foreach_mul_(tensors, coefficient.to(device))

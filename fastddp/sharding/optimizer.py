@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from fastddp.ddp import DistributedDataParallel
 from fastddp.errors import see
+from fastddp.in_place.replicated import wrapper_of
 from fastddp.sharding import checkpoint
 from fastddp.sharding.mixed import make_optimizer, members, without_classes
 from fastddp.sharding.notice import ShardedGradient
@@ -55,7 +56,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
 
     Raises:
         RuntimeError: the optimizer is made while gradients are being synchronised.
-        TypeError: ``model`` is not a wrapper of fastddp's.
+        TypeError: ``model`` is not a wrapper of fastddp's, nor replicated in place.
         ValueError: a parameter is not the model's; a class needs whole parameters, or all of them at once (LBFGS);
             gradients travel in a way that cannot be sharded; ``parameter_wire`` is another dtype; or another wrapper
             or sharded optimizer has the model's parameters.
@@ -63,7 +64,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        model: DistributedDataParallel | nn.Module,
         optimizer_class: Callable[..., Optimizer],
         params: Iterable[Any] | None = None,
         *,
@@ -72,27 +73,28 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         parameter_wire: torch.dtype | None = None,
         **settings: Any,
     ) -> None:
-        _check(model, shard, gather)
+        wrapper: DistributedDataParallel = wrapper_of(model)
+        _check(wrapper, shard, gather)
         if parameter_wire not in (None, torch.float16, torch.bfloat16):
             raise ValueError(
                 f"parameter_wire must be torch.float16 or torch.bfloat16, got {parameter_wire}." + see("FD024")
             )
-        given, own = without_classes(list(model.parameters() if params is None else params))
+        given, own = without_classes(list(wrapper.parameters() if params is None else params))
         make = functools.partial(optimizer_class, **settings)
         if given and isinstance(given[0], Tensor):
             given = [parameter for parameter in given if parameter.requires_grad]
         template = make_optimizer(make, own, given)  # checks the settings, and completes the groups
         whole = _shards_whole(shard, find_way(make, own, template.param_groups))
         in_step = gather == "step"
-        self.parts = Parts(model, make, own, whole=whole, wire=parameter_wire, waits_in_step=in_step)
+        self.parts = Parts(wrapper, make, own, whole=whole, wire=parameter_wire, waits_in_step=in_step)
         self._has_stepped, self._shard = False, shard
         self._kinds = {type(one) for one in members(template)}
         Optimizer.__init__(self, template.param_groups, template.defaults)
         Joinable.__init__(self)
         self.parts.groups, self.parts.optimizer = self.param_groups, weakref.ref(self)
-        if (before := model.engine.sharded) is not None and before.optimizer() is not None:
+        if (before := wrapper.engine.sharded) is not None and before.optimizer() is not None:
             self.parts.check_none_missing()  # as where two optimizers have half of a model each
-        model.engine.shard(self.parts)
+        wrapper.engine.shard(self.parts)
         let_scalers_unscale_parts()
 
     def __getstate__(self) -> dict[str, Any]:

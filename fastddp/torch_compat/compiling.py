@@ -46,7 +46,7 @@ def leave_alone(*functions: Callable[..., Any]) -> None:
         torch._dynamo.decorators.skip(function)
 
 
-def call(module: nn.Module, inputs: Any, kwargs: Any) -> Any:
+def call(module: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
     """Call ``module``; where the wrapper is compiled, dynamo compiles this call as one.
 
     Dynamo leaves frames of torch's own forwards alone, such as that of ``nn.Sequential``, and so would compile its

@@ -84,6 +84,14 @@ def hook_in_force() -> tuple[object, comm_hooks.Hook] | None:
     return comm_hooks.hook_named(in_force["hook"]) if "hook" in in_force else None
 
 
+def check_names_of_arguments(constructor: Callable[..., None], named: Collection[str]) -> None:
+    """Raise TypeError if there is no argument of one of these names."""
+    _, *known = inspect.signature(constructor).parameters
+    for name in named:
+        if name not in known:
+            raise TypeError(f"There is no argument {name!r}. {names_near(name, known)}" + see("FD024"))
+
+
 Of = ParamSpec("Of")
 
 
@@ -93,9 +101,7 @@ def with_job_options(constructor: Callable[Concatenate[Any, Of], None]) -> Calla
 
     @functools.wraps(constructor)
     def construct(self: object, /, *args: Of.args, **kwargs: Of.kwargs) -> None:
-        for name in kwargs.keys() - signature.parameters.keys():
-            names = [*signature.parameters][1:]
-            raise TypeError(f"There is no argument {name!r}. {names_near(name, names)}" + see("FD024"))
+        check_names_of_arguments(constructor, kwargs)
         given = signature.bind_partial(self, *args, **kwargs).arguments
         constructor(self, *args, **(constructor_arguments(in_force, given) | kwargs))  # type: ignore[arg-type]
 

@@ -6,13 +6,16 @@ from collections.abc import Collection
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastddp.errors import see
 
 Class = TypeVar("Class", bound=type)
+
+REPLICATED = "_fastddp_replicated"
+"""The attribute of a module that is replicated in place: what replicates it."""
 
 SERVE_TORCHS_REDUCER = (
     "_build_debug_param_to_name_mapping",
@@ -51,6 +54,16 @@ def _refusal(name: str) -> Any:
 
     refuse.__name__ = name
     return refuse
+
+
+def check_not_replicated(module: nn.Module) -> None:
+    """Raise ValueError if ``module``, or a part of it, is replicated in place, and so has its gradients averaged."""
+    for name, child in module.named_modules():
+        if REPLICATED in child.__dict__:
+            raise ValueError(
+                f"{name or 'The module'} ({type(child).__name__}) is replicated in place already, so its gradients are "
+                "averaged. Train it as it is, or replicate or wrap the whole model alone." + see("FD013")
+            )
 
 
 def check_beside_torchs(other: object, parameters: Collection[Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -32,16 +32,23 @@ wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def check_not_shared(engine: Engine, *, if_sharded: bool) -> None:
     """Raise ValueError if another wrapper has a parameter of this engine; ``if_sharded``: and shards its gradient."""
+    for other, name in _sharing(engine):
+        if other.engine.sharded or not if_sharded:
+            raise ValueError(
+                f"Two wrappers have parameter {name}, and with a ShardedOptimizer each rank gets a part of its "
+                "gradient alone, which the other wrapper cannot average. Wrap the module once." + see("FD047")
+            )
+
+
+def _sharing(engine: Engine) -> Iterator[tuple[Any, str]]:
+    """Other models, and a parameter that they have in common with the engine's."""
     names = {id(parameter): name for name, parameter in engine.now.parameters}
-    others = [other.engine for other in wrappers if other.engine is not engine]
-    for other in others if not if_sharded else filter(lambda one: one.sharded, others):
-        for parameter in other.now.parameters.tensors:
-            if id(parameter) in names:
-                raise ValueError(
-                    f"Two wrappers have parameter {names[id(parameter)]}, and with a ShardedOptimizer each rank gets a "
-                    "part of its gradient alone, which the other wrapper cannot average. Wrap the module once."
-                    + see("FD047")
-                )
+    for other in wrappers:
+        if other.engine is not engine:
+            for parameter in other.engine.now.parameters.tensors:
+                if id(parameter) in names:
+                    yield other, names[id(parameter)]
+                    break
 
 
 @refuse_torchs_helpers
@@ -56,6 +63,7 @@ class TorchSurface(TorchDDP):
     _comm_hook: tuple[object, Callable[..., Any]] | None
     _builtin_hook_name: str | None = None  # torch's name of the hook, if torch has no function for it
     _begin_shadow: Callable[[bool, bool], None]
+    _is_alone = False  # whether no other model may have a parameter of this one
     _divide_by_initial_world_size: bool
 
     # Code copied from torch's forward asks for these. The answers lead it past what fastddp does not have: construction
@@ -163,6 +171,12 @@ class TorchSurface(TorchDDP):
         self.reducer = self.engine.reducer
         self.reducer.belongs_to(self.engine)
         check_not_shared(self.engine, if_sharded=True)
+        for other, name in _sharing(self.engine):
+            if self._is_alone or other._is_alone:
+                raise ValueError(
+                    f"Parameter {name} is in a module that is replicated in place and in another model, so it would be "
+                    "averaged twice. Replicate or wrap the model around both." + see("FD013")
+                )
         wrappers.add(self)
 
     def _register_fused_optim(

@@ -61,10 +61,20 @@ class LocalSteps:
             "If that is on purpose, as in local SGD, put no_sync() around the step, too, or pass "
             "Watch(local_steps=None)." + see("FD048")
         )
+        self._tell(message)
+
+    def tell_of_no_window(self, optimizer: Optimizer, why: str) -> None:
+        """Warn, or raise RuntimeError, if ``optimizer`` is about to step though no gradient has come for it."""
+        if self._on is None or self._contexts or self._now.reducer.never_averaged():
+            return
+        rank = self._now.process_group.rank()
+        self._tell(f"fastddp: {type(optimizer).__name__} is about to step on rank {rank}, and {why}" + see("FD048"))
+
+    def _tell(self, message: str) -> None:
         if self._on == "raise":
             raise RuntimeError(message)
         self._on = None  # it is said once
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(message, stacklevel=3)
 
     def _why(self) -> str:
         reducer = self._now.reducer

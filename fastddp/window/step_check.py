@@ -18,7 +18,7 @@ from fastddp.watch.corruption import note_scaler
 from fastddp.window.local_steps import LocalSteps
 
 
-def check_before_each_step(now: InForce, local_steps: LocalSteps, check: Callable[[], None]) -> None:
+def check_before_each_step(now: InForce, local_steps: LocalSteps, check: Callable[[], None]) -> Steps:
     """Call both checks, which may raise, before each step of the model's optimizers, for as long as ``now`` lives.
 
     A backward that leaves out a parameter returns normally, because another backward may bring the missing gradient.
@@ -26,13 +26,14 @@ def check_before_each_step(now: InForce, local_steps: LocalSteps, check: Callabl
     a hook of each model would be removed when the model is collected, which may be while torch walks through the hooks.
     Nothing is kept alive.
     """
-    steps = _Steps(now, local_steps, check)
+    steps = Steps(now, local_steps, check)
     _notice_skipped_steps()
     _ALL_STEPS.add(steps)
     weakref.finalize(now, _ALL_STEPS.discard, steps).atexit = False
+    return steps
 
 
-_ALL_STEPS: set[_Steps] = set()  # of all models
+_ALL_STEPS: set[Steps] = set()  # of all models
 
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -93,7 +94,7 @@ def _notice_skipped_steps() -> None:
     GradScaler.scale = scale_and_tell  # type: ignore[assignment, method-assign]
 
 
-class _Steps:
+class Steps:
     """What happens around each step of any optimizer."""
 
     def __init__(self, now: InForce, local_steps: LocalSteps, check: Callable[[], None]) -> None:
@@ -101,9 +102,10 @@ class _Steps:
         self._local_steps = weakref.ref(local_steps)
         self._check = weakref.WeakMethod(check)
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
-        self.taken = 0
+        self.taken = 0  # how many
 
     def begin(self, optimizer: Optimizer) -> None:
+        """Before a step, do all checks but the last one."""
         if (now := self._trained_by(optimizer)) is not None:
             if (check := self._check()) is not None:
                 check()
@@ -115,12 +117,14 @@ class _Steps:
             now.reducer.note_optimizer(begins=True)
 
     def check_local(self, optimizer: Optimizer) -> None:
+        """Look for gradients that no backward has averaged."""
         local_steps = self._local_steps()
         if local_steps is not None and self._trained_by(optimizer) is not None:
             others = (steps._now() for steps in tuple(_ALL_STEPS) if steps is not self)
             local_steps.check(optimizer, (other for other in others if other is not None))
 
     def end(self, optimizer: Optimizer) -> None:
+        """After a step."""
         if (now := self._trained_by(optimizer)) is not None:
             now.reducer.note_optimizer(begins=False)
             self.taken += 1

@@ -1,0 +1,1 @@
+"""A module that is replicated in place: :func:`fastddp.replicate`."""
