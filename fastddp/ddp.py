@@ -499,9 +499,6 @@ class DistributedDataParallel(Additions):
                 "Only a DistributedDataParallel over the default process group can be pickled or copied, since that is "
                 "the group it is restored with. Save model.module or state_dict() instead." + see("FD039")
             )
-        return self._without_engine()
-
-    def _without_engine(self) -> dict[str, Any]:
         state = copy.copy(self.__dict__)
         state.pop("_compiled_call_impl", None)  # of Module.compile(); it would call this model
         for name in ("process_group", "reducer", "logger", "engine", "_number"):

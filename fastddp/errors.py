@@ -48,7 +48,8 @@ FD005: Gradients are missing after backward
 - The backward ended, and some parameters have no gradient on this rank. The forward did not use their layers, or the
   loss does not depend on them. The message says which ranks have these gradients.
 - Pass find_unused_parameters=True, or static_graph=True if all steps are alike. Or use every parameter in the loss, or
-  freeze those that are never used before you wrap the model.
+  freeze those that are never used before you wrap the model. find_unused_parameters=True is also for a module that is
+  replicated in place and trained by one submodule alone, or that steps between two backwards, as a GAN in one module.
 FD006: A gradient came again after it was sent
 - A parameter got one more gradient after its gradient had been handed to the exchange. Likely causes are two backwards
   over one forward, or a parameter inside several reentrant checkpoints.
@@ -75,17 +76,20 @@ FD010: A backward failed, on this rank or on another one
   error on all ranks, call zero_grad(), and continue with the next forward.
 FD011: A backward begins inside a reentrant checkpoint
 - Nothing had told fastddp that this backward had begun, so the end of the checkpoint would pass for its end. The
-  forward returned its tensors in an object that fastddp cannot look into, or ran under no_sync().
-- Return tensors in tuples, lists, dicts or dataclasses. Or use checkpoint(..., use_reentrant=False).
+  forward returned its tensors in an object that fastddp cannot look into, or ran under no_sync(). Or the module is
+  replicated in place, and the loss came by a method or a submodule.
+- Return tensors in tuples, lists, dicts or dataclasses, and call the module itself. Or use checkpoint(...,
+  use_reentrant=False).
 FD012: The module changed after it was wrapped
-- A parameter was replaced, added, moved, cast or unfrozen after the module was wrapped. Its gradients would stay on
-  each rank.
-- Make such changes before wrapping, or wrap the module again. Use load_state_dict() without assign=True, which copies
-  values and changes nothing else.
+- A parameter was replaced, added, moved, cast or unfrozen after the module was wrapped or replicated; or a replicated
+  module is gone or was never called, and its parameters are trained. Their gradients would stay on each rank.
+- Make such changes before wrapping, or wrap or replicate the module again. Use load_state_dict() without assign=True,
+  which copies values and changes nothing else. Keep a replicated module as long as its parameters are trained.
 FD013: Two wrappers average the same parameters
 - Two wrappers of this process synchronise the same parameters in one backward. With gradient_as_bucket_view or
-  main_grads only one of them can own a gradient.
-- Wrap these parameters once. Or leave out gradient_as_bucket_view, or choose main_grads="grad".
+  main_grads only one of them can own a gradient. A module that is replicated in place shares no parameters at all.
+- Wrap these parameters once, or replicate the whole model once. Or leave out gradient_as_bucket_view, or choose
+  main_grads="grad".
 FD014: The model was asked at the wrong moment
 - Some things can be asked for, or changed, only between backward and the next forward, or between two steps. The call
   came while gradients were travelling, inside a hook, or from another thread during a backward.
@@ -190,8 +194,8 @@ FD038: Only torch's DDP can do that
   compiled autograd, or a backward that is finished by hand.
 - Leave the call out, or use torch.nn.parallel.DistributedDataParallel. docs/differences.md lists all of these.
 FD039: The wrapper cannot be pickled or loaded
-- A wrapper can be pickled only over the default process group. A pickle of torch's wrapper cannot become one of
-  fastddp's.
+- A wrapper, or a replicated module, can be pickled only over the default process group. A pickle of torch's wrapper
+  cannot become one of fastddp's.
 - Save state_dict() or model.module instead. Load an old pickle where nothing is patched.
 FD040: The driver or Triton does not fit
 - The driver of the GPU is missing or older than CUDA 12, or a kernel was compiled by a version of Triton that fastddp
@@ -234,9 +238,11 @@ FD047: A sharded optimizer is not alone, or lacks a method
   zero_grad, train, eval and the parameter groups.
 FD048: A step with gradients of one rank
 - An optimizer steps parameters whose gradients stayed on this rank: the loss did not go through the wrapper, or no
-  backward outside of no_sync() came before the step. Each rank steps with another gradient.
-- Run the forward and the backward of a step's last microbatch through the wrapper and outside of no_sync(). For local
-  SGD, put no_sync() around the step as well. Watch(local_steps=...) says what happens.
+  backward outside of no_sync() came before the step. Each rank steps with another gradient. Or no backward has reached
+  a replicated module on this rank, while other ranks may wait for it.
+- Run the forward and the backward of a step's last microbatch through the wrapper and outside of no_sync(), or
+  replicate the module in place (fastddp.replicate). For local SGD, put no_sync() around the step as well.
+  Watch(local_steps=...) says what happens.
 FD049: A layer writes gradients where they are not averaged
 - Layers with fused accumulation (Megatron's, Transformer Engine's) add to parameter.main_grad and set
   grad_added_to_main_grad. Without main_grads="main_grad" that stays on each rank. Or a layer has added to a gradient

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastddp import comm_hooks
 from fastddp.ddp import DistributedDataParallel
+from fastddp.in_place import torchs_replicate
 from fastddp.sharding import torchs_clipping
 from fastddp.torch_compat import job_options
 from fastddp.torch_compat.job_options import JobOptions, check_options
@@ -126,6 +127,9 @@ def _change_back(owner: object, name: str, ours: object, before: object) -> None
 def patch(**options: Unpack[JobOptions]) -> Patch:
     """Replace torch's ``DistributedDataParallel``, and the hooks of which fastddp has its own, in all loaded modules.
 
+    So are functions of torch's that replicate a module in place: ``torch.distributed._composable.replicate``, and the
+    one of this name that is FSDP2's, which stays torch's, with a warning, where fastddp's does not do the same.
+
     Torch's modules are among them, so later imports get fastddp's classes too. Existing objects stay torch's, and so do
     references that code keeps elsewhere (in a list, as a default argument, as a base class). ``isinstance`` with
     torch's name holds for models of either class. Processes that this one starts with :mod:`multiprocessing`
@@ -155,13 +159,31 @@ def patch(**options: Unpack[JobOptions]) -> Patch:
     patched.change(job_options, "in_force", {**job_options.in_force, **options})
     patched.change(presence, "to_stderr", True)
     patched.change(spawn, "get_preparation_data", _patching(spawn.get_preparation_data))
+    _rename(patched, _REPLACEMENTS)
+    patched.once_imported(torchs_replicate.COMPOSABLE, _replicate_in_place)
+    patched.once_imported(torchs_replicate.COMPOSABLE_FSDP, _replicate_in_fsdps_way)
+    return patched
+
+
+def _rename(patched: Patch, replacements: dict[int, object]) -> None:
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "fastddp":
             continue  # this package needs torch's own class
         for name, value in list(vars(module).items()):
-            if id(value) in _REPLACEMENTS:
-                patched.change(module, name, _REPLACEMENTS[id(value)])
-    return patched
+            if id(value) in replacements:
+                patched.change(module, name, replacements[id(value)])
+
+
+def _replicate_in_place(patched: Patch) -> None:
+    # What stays torch's there needs torch's own class, too. It also keeps that after the patch.
+    vars(sys.modules[torchs_replicate.COMPOSABLE_DDP])["DistributedDataParallel"] = TorchDDP
+    torchs, ours = torchs_replicate.of_ddp()
+    _rename(patched, {id(torchs): ours})
+
+
+def _replicate_in_fsdps_way(patched: Patch) -> None:
+    torchs, ours = torchs_replicate.of_fsdp()
+    _rename(patched, {id(torchs): ours})
 
 
 def _shard_where_possible(patched: Patch) -> None:

@@ -27,6 +27,7 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 pytest.register_assert_rewrite("side_by_side")  # it asserts for the tests that use it
 
 import fake_cuda  # noqa: E402
+import in_place  # noqa: E402
 from ranks import RankPool  # noqa: E402
 
 # The same examples in every run, on every machine. To look for more: pytest --hypothesis-profile=thorough
@@ -45,6 +46,7 @@ TIERS = ("quick", "slow", "nightly")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Which tests run, and on which device those in ``tests/gpu``."""
     parser.addoption("--tier", choices=[*TIERS, "all"], default=TIERS[0], help="which tests run (default: %(default)s)")
+    parser.addoption("--in-place", action="store_true", help="fastddp.replicate in place of the wrapper, on ranks")
     parser.addoption("--device", choices=["cuda", fake_cuda.DEVICE], default="cuda", help="what tests/gpu runs on")
 
 
@@ -83,9 +85,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Rank processes for ``ranks.run(function, world_size, ...)``, shared by all tests of the session."""
-    pool = RankPool()
+    pool = RankPool(prepare=in_place.install if request.config.option.in_place else None)
     yield pool
     pool.stop()
 
@@ -96,8 +98,9 @@ def simulated_device() -> None:
 
 
 @pytest.fixture(scope="session")
-def simulated_ranks(simulated_device: None) -> Iterator[RankPool]:
+def simulated_ranks(request: pytest.FixtureRequest, simulated_device: None) -> Iterator[RankPool]:
     """Rank processes that have the simulated device, and a process group for it: ``backend="simulated"``."""
-    pool = RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)
+    prepare = in_place.install_on_simulated_device if request.config.option.in_place else fake_cuda.install
+    pool = RankPool(prepare=prepare, backend=fake_cuda.DEVICE)
     yield pool
     pool.stop()

@@ -140,23 +140,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            no_gil)
       .def("begin_forward", torch::wrap_pybind_function_no_gil(&Reducer::begin_forward), py::arg("grad_enabled"));
   def("arm", &Reducer::arm, py::arg("outputs") = std::vector<at::Tensor>());
-  def(
-      "opens_by",
-      [](Reducer& reducer, std::function<void()> open) {
-        const auto shared = std::make_shared<std::function<void()>>(std::move(open));
-        reducer.opens_by([shared] {
-          try {
-            (*shared)();
-          } catch (py::error_already_set& error) {  // of which the engine would keep the text alone
-            const py::gil_scoped_acquire gil;
-            error.restore();
-            python_error raised;
-            raised.persist();
-            throw raised;
-          }
-        });
-      },
-      py::arg("open"));
+  def("opens_by", &Reducer::opens_by, py::arg("open"));
   def("set_local", &Reducer::set_local, py::arg("is_local"));
   def("note_optimizer", &Reducer::note_optimizer, py::arg("begins"));
   def("note_loss_scale", &Reducer::note_loss_scale, py::arg("scale"));

@@ -47,8 +47,9 @@ constexpr auto kBeginsInCheckpoint =
     "fastddp: the first gradient of a backward came inside a reentrant checkpoint, and nothing had told before that this "
     "backward had begun. The checkpoint's end would be taken for its end, at which gradients are averaged where not all have to "
     "come (with find_unused_parameters=True, in the first step of a static graph, and after gradients of no_sync()). Likely "
-    "causes: the forward returned its tensors inside an object that is no tuple, list, dict or dataclass; or it ran under "
-    "no_sync(), after a forward outside of it whose backward never came. Return tensors in such containers, or use "
+    "causes: the forward returned its tensors inside an object that is no tuple, list, dict or dataclass; it ran under "
+    "no_sync(), after a forward outside of it whose backward never came; or the module is replicated in place, and the loss came "
+    "by another method than its own forward. Return tensors in such containers, call the module itself, or use "
     "checkpoint(..., use_reentrant=False).";
 
 constexpr auto kStepsInCompiledBackward =

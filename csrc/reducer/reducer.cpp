@@ -311,11 +311,12 @@ void Reducer::begin_reduction(bool at_outputs) {
   note_backward();
   if (window_.is(WindowState::failed)) return;
   steps_.look_for_skipped();
+  const bool goes_on = window_.is(WindowState::partial);
   apply(WindowEvent::reduce);
   timeline_.happened(What::reduces);
   if (closing_.status_rides(driver_)) driver_.wait_before(driver_.status_tick());
   if (at_outputs) reduction_.layers().remember();
-  reduction_.begin();
+  reduction_.begin(goes_on);
 }
 
 // --------------------------------------------------------------------------------------------------- the end of a backward

@@ -29,7 +29,8 @@ void Reduction::take_unseen() {
   }
 }
 
-void Reduction::begin() {
+void Reduction::begin(bool goes_on) {
+  goes_on_ = goes_on;
   for (size_t parameter = 0; parameter < buckets_.parameters().size(); ++parameter) {
     if (window_.arrival(parameter) != Arrival::local || buckets_.still_holds(parameter)) continue;
     window_.forget_local(parameter);  // it was removed
@@ -62,7 +63,7 @@ void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool e
   const bool is_gradient = incoming.defined() || layers_.have_written(parameter) || window_.expects_all();
   const auto hook = window_.count_hook(parameter, is_gradient);
   TORCH_CHECK(hook != Window::Hook::too_many, "fastddp: ", buckets_.describe(parameter),
-              " got a second gradient in one window on rank ", reducer_.process_group().getRank(), kSecondGradient,
+              " got a second gradient in one window on rank ", reducer_.process_group().getRank(), kSecondGradient, left_out(),
               see("FD006"));
   TORCH_CHECK(window_.ends_with_backward() || hook != Window::Hook::unexpected, "fastddp: ", buckets_.describe(parameter),
               kUsageChanged, see("FD007"));
@@ -74,6 +75,13 @@ void Reduction::on_gradient(size_t parameter, const at::Tensor& incoming, bool e
   if (hook == Window::Hook::last) complete(bucket, member, exclusive);
   if (hook != Window::Hook::unexpected) return;
   note_unexpected(bucket, member, layers_.have_written(parameter) ? at::Tensor() : incoming);
+}
+
+std::string Reduction::left_out() const {
+  const auto parameters = missing();
+  if (!goes_on_ || parameters.empty()) return "";
+  return " The backward before this one left " + std::to_string(parameters.size()) + " parameters without a gradient, " +
+         buckets_.describe(parameters.front()) + " for one, so its window still waits for them: see FD005.";
 }
 
 void Reduction::complete(Bucket& bucket, size_t member, bool exclusive) {

@@ -45,8 +45,8 @@ class Reduction {
     shared_sums_.zero(parameter, by_layer);
   }
 
-  // The window reduces from now on.
-  void begin();
+  // The window reduces from now on; `goes_on`: after a backward that left gradients out.
+  void begin(bool goes_on);
   // Backward has ended: takes what layers have written to gradients that autograd knows nothing of.
   void take_unseen();
 
@@ -74,6 +74,7 @@ class Reduction {
   auto counts() const {
     return [this](size_t parameter) { return !shared_sums_.counts_elsewhere(parameter); };
   }
+  std::string left_out() const;
   void complete(Bucket& bucket, size_t member, bool exclusive);
   void start_complete_buckets();
 
@@ -88,6 +89,7 @@ class Reduction {
   Layers layers_;
   const OtherReducers others_;
   bool shares_order_ = false;
+  bool goes_on_ = false;
   bool starts_at_end_ = false;  // this window's buckets start when backward has ended
 };
 

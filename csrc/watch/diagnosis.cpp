@@ -160,8 +160,8 @@ std::string how_it_ended(const Record& record, const std::string& processes) {
     const auto steps = std::to_string(record.windows) + (record.windows == 1 ? " step" : " steps");
     return has_ended + " in good order after " + steps + processes + ", and the others go on with step " +
            std::to_string(record.windows + 1) +
-           ": it had less to train on, it seems. Give all ranks as many batches (drop_last=True in sampler and loader), or "
-           "put the loop under model.join().";
+           ": it had less to train on, it seems, or a backward of its raised before it reached the model, and was caught. Give "
+           "all ranks as many batches (drop_last=True in sampler and loader), or put the loop under model.join().";
   }
   if (record.process_ends) return has_ended + processes + "." + was;
   return has_ended + processes + "." + was + " Look at what it printed last, and at the kernel's log for \"Out of memory\".";
@@ -203,7 +203,8 @@ std::string sentence(Cause cause, const Record& record, const std::string& proce
     case Cause::after_backward:
       return is("is past its backward, in code outside of the model (an optimizer's step has not begun),") + ".";
     case Cause::slow:
-      return "is still at work: it is " + where(record) + processes + ". No action is needed.";
+      return "is still at work: it is " + where(record) + processes + ". No action is needed" +
+             (record.doing == What::after_optimizer ? ", unless it steps without a backward that reaches the model." : ".");
     default:
       return "";
   }

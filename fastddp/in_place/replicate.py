@@ -12,10 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fastddp import comm_hooks
 from fastddp.ddp import DistributedDataParallel
 from fastddp.errors import see
-from fastddp.in_place.classes import let_go
-from fastddp.in_place.deferred import Deferred
-from fastddp.in_place.hidden_wrapper import HiddenWrapper
-from fastddp.in_place.replicated import Replicated, hold
+from fastddp.in_place.replicated import Replicated, hold, wrapper_of
+from fastddp.in_place.replication import Replication, let_go
+from fastddp.module.parameters import trained_parameters
 from fastddp.torch_compat.job_options import check_names_of_arguments
 from fastddp.torch_compat.refusals import REPLICATED, check_not_replicated
 
@@ -44,29 +43,23 @@ def replicate(
             or parameters that are, or has an attribute of the name of a method that it would get; ``mixed_precision``
             is given; or as :class:`fastddp.DistributedDataParallel`.
     """
-    _check(module, options)
+    check_module(module, options)
+    if isinstance(hook, str):
+        hook = comm_hooks.hook_named(hook)
     if hook is not None:
-        state, function = comm_hooks.hook_named(hook) if isinstance(hook, str) else hook
-        comm_hooks.check_hook(function)
-    deferred = Deferred(options)
-    if hook is not None:
-        deferred.when_ready("register_comm_hook", state, function)
-    return replicate_by(module, deferred)
-
-
-def replicate_by(module: nn.Module, deferred: Deferred, *, at_once: bool = True) -> nn.Module:
-    """Replicate ``module``: now, if its parameters have memory and ``at_once``; else in its first forward."""
-    hold(module, deferred)
-    if at_once and not any(parameter.is_meta for parameter in module.parameters()):
+        comm_hooks.check_hook(hook[1])
+    hold(module, Replication(options, hook))
+    if not any(parameter.is_meta for parameter in module.parameters()):
         try:
-            deferred.ready(module)
+            wrapper_of(module)
         except BaseException:
             let_go(module)
             raise
     return module
 
 
-def _check(module: object, options: dict[str, Any]) -> None:
+def check_module(module: object, options: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError, as :func:`replicate`. Drops a replication that another one may replace."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {module!r}." + see("FD024"))
     if options.get("mixed_precision") is not None:
@@ -75,14 +68,13 @@ def _check(module: object, options: dict[str, Any]) -> None:
             "parameters' dtype. Use torch.autocast, or parameters of 16 bits with main_grads." + see("FD023")
         )
     check_names_of_arguments(DistributedDataParallel.__init__, options)
-    _drop_what_is_over(module)
-    _check_kind(module)
-    for name, child in module.named_modules():
-        if isinstance(child, TorchDDP):
-            raise ValueError(f"{name} is a {type(child).__name__}. Replicate the whole model alone." + see("FD013"))
+    if REPLICATED in module.__dict__ and _is_over(module.__dict__[REPLICATED], module):
+        let_go(module)
     check_not_replicated(module)
-    added = vars(Replicated).keys() - vars(nn.Module).keys()
-    taken = sorted(name for name in added if not name.startswith("__") and hasattr(module, name))
+    _check_kind(module)
+    taken = sorted(
+        name for name in vars(Replicated) if name not in vars(nn.Module) and name[:2] != "__" and hasattr(module, name)
+    )
     if taken:
         raise ValueError(
             f"{type(module).__name__} has {', '.join(taken)}, and replicate() adds a method of that name. Rename it, "
@@ -101,6 +93,9 @@ def _check_kind(module: nn.Module) -> None:
             "replicate() changes the class of a module, and a module of TorchScript has none of its own. Use "
             "fastddp.DistributedDataParallel." + see("FD022")
         )
+    for name, child in module.named_modules():
+        if isinstance(child, TorchDDP):
+            raise ValueError(f"{name} is a {type(child).__name__}. Replicate the whole model alone." + see("FD013"))
     if "_orig_mod" in module._modules:
         raise ValueError(
             "replicate() comes before torch.compile(): pass the module that was compiled (model._orig_mod), then "
@@ -108,8 +103,11 @@ def _check_kind(module: nn.Module) -> None:
         )
 
 
-def _drop_what_is_over(module: nn.Module) -> None:
-    """A copy that has not been used, or a module whose parameters are others now, may be replicated anew."""
-    held = module.__dict__.get(REPLICATED)
-    if (isinstance(held, Deferred) and held.is_of_copy()) or (isinstance(held, HiddenWrapper) and held.has_changed()):
-        let_go(module)
+def _is_over(replication: Replication, module: nn.Module) -> bool:
+    """Whether its wrapper is of no use, because the module has other parameters; or it would be made only now."""
+    if replication.wrapper is None:
+        return not any(parameter.is_meta for parameter in module.parameters())
+    wrapper = replication.wrapper
+    trained = {id(parameter) for _, parameter in trained_parameters(module, wrapper.parameters_to_ignore)}
+    known = {id(parameter) for parameter in wrapper.engine.now.parameters.tensors}
+    return trained != known or bool(wrapper.reducer.parameters_without_hook())

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
+
 from fastddp.ddp import DistributedDataParallel
-from fastddp.in_place.classes import plain, plain_class, replicated_class
-from fastddp.in_place.deferred import Deferred
-from fastddp.in_place.hidden_wrapper import HiddenWrapper
-from fastddp.torch_compat.compiling import leave_alone
+from fastddp.in_place.replication import Replication, plain
+from fastddp.torch_compat.compiling import is_left_alone, leave_alone
 from fastddp.torch_compat.refusals import REPLICATED
 
 Of = ParamSpec("Of")
@@ -21,15 +22,12 @@ Result = TypeVar("Result")
 
 def wrapper_of(model: Any) -> Any:
     """The wrapper that does a model's work: the hidden one of a module that is replicated in place, or itself."""
-    return model.__dict__[REPLICATED].ready(model) if isinstance(model, Replicated) else model
+    return _replication_of(model).ready() if isinstance(model, Replicated) else model
 
 
-def hold(module: Any, held: HiddenWrapper | Deferred) -> None:
-    """Let ``module`` be replicated by this."""
-    leave_alone(Replicated.__call__)
-    module.__class__ = replicated_class(Replicated, type(module))
-    module.__dict__[REPLICATED] = held
-    held.attach(module)
+def _replication_of(module: Any) -> Replication:
+    found: Replication = module.__dict__[REPLICATED]
+    return found
 
 
 def _by_wrapper(method: Callable[Concatenate[Any, Of], Result]) -> Callable[Concatenate[Any, Of], Result]:
@@ -84,7 +82,7 @@ class Replicated:
             requires_gradient_sync: False: gradients stay on this rank, and add up.
             recurse: has no effect, since the module is replicated as a whole.
         """
-        self.__dict__[REPLICATED].when_ready("set_requires_gradient_sync", requires_gradient_sync)
+        _replication_of(self).set_requires_gradient_sync(requires_gradient_sync)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Do nothing: gradients are averages when a backward that synchronises returns. FSDP2 has this method.
@@ -100,7 +98,7 @@ class Replicated:
             state: handed to each call of the hook.
             hook: takes the state and a bucket, and returns a future.
         """
-        self.__dict__[REPLICATED].when_ready("register_comm_hook", state, hook)
+        _replication_of(self).register_comm_hook(state, hook)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do as :meth:`torch.nn.Module.zero_grad`.
@@ -109,49 +107,39 @@ class Replicated:
             set_to_none: free gradients in ``parameter.grad``. Those in ``main_grad`` are always set to zero in place.
         """
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        held = self.__dict__[REPLICATED]
-        if isinstance(held, HiddenWrapper):
-            held.engine.zero_gradients()
-
-    # ------------------------------------------------------------------------------------------------------ the module
+        if (wrapper := _replication_of(self).wrapper) is not None:
+            wrapper.engine.zero_gradients()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A plain module. Modules make others of their own class, as a slice of an ``nn.ModuleList`` does."""
-        return plain_class(cls)(*args, **kwargs)
+        return cls.plain_class(*args, **kwargs)  # type: ignore[attr-defined]
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module as :meth:`fastddp.DistributedDataParallel.forward` does."""
-        held = self.__dict__[REPLICATED]
-        if held.runs(self):
+        if torch.compiler.is_exporting() or _replication_of(self).runs():
             return super().__call__(*inputs, **kwargs)  # type: ignore[misc]
-        return held.ready(self)(*inputs, **kwargs)
-
-    # ---------------------------------------------------------------------------------------------------------- copies
+        return _replication_of(self).ready()(*inputs, **kwargs)
 
     # Note [Copies of a replicated module]
     # A copy of a wrapper has an engine. A copy of a module may be an average of weights that nobody trains, or be
-    # loaded where there is no process group. So it gets its engine when it is first used to train: it is deferred. A
-    # shallow copy has the same parameters, whose gradients a second engine would average again: it is a plain module.
+    # loaded where there is no process group. So it gets its wrapper when it is first used to train. A shallow copy has
+    # the same parameters, whose gradients a second engine would average again: it is a plain module.
 
     def __copy__(self) -> Any:
         with plain(self):
             return copy.copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with plain(self) as held:
-            copied = copy.deepcopy(self, memo)
-            memo |= {id(one): one for one in held.kept_in_copies()}
-            state = copy.deepcopy(held.to_copy(), memo)
-        hold(copied, Deferred(**state))
-        return copied
+        with plain(self) as replication:
+            return hold(copy.deepcopy(self, memo), copy.deepcopy(replication, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with plain(self) as held:
+        with plain(self) as replication:
             function, args, *rest = self.__reduce_ex__(protocol)
             state, items, keys, fill = [*rest, None, None, None, None][:4]
             if isinstance(state, dict):
                 state = dict(state)  # it may be the module's own
-            return _new, (function, args), (state, fill, held.to_pickle()), items, keys, _fill
+        return _new, (function, args), (state, fill, replication), items, keys, _fill
 
 
 def _new(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -159,11 +147,44 @@ def _new(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return function(*args)
 
 
-def _fill(module: Any, states: tuple[Any, Callable[[Any, Any], None] | None, dict[str, Any]]) -> None:
+def _fill(module: Any, states: tuple[Any, Callable[[Any, Any], None] | None, Replication]) -> None:
     """Give a module that was unpickled what it had."""
-    state, fill, of_held = states
+    state, fill, replication = states
     if fill is not None:
         fill(module, state)
     elif state is not None:
         module.__setstate__(state)
-    hold(module, Deferred(**of_held))
+    hold(module, replication)
+
+
+def hold(module: Any, replication: Replication, add: type = Replicated) -> Any:
+    """Let ``module`` be replicated by this, and have what the class ``add`` adds. Returns ``module``."""
+    leave_alone(Replicated.__call__, where_inlined=False)
+    kind: Any = type(module)
+    module.__class__ = _class_of_both(add, kind)
+    module.__dict__[REPLICATED] = replication
+    replication.attach(module)
+    return module
+
+
+@functools.cache
+def _class_of_both(add: type, plain: Any) -> type:
+    """A subclass of both. Its ``__name__`` is that of ``plain``, since users write it into files."""
+
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace |= {"__module__": plain.__module__, "__doc__": plain.__doc__, "plain_class": plain}
+        namespace["__qualname__"] = f"Replicated{plain.__qualname__}"
+        if is_left_alone(plain.forward):
+            namespace["forward"] = _forward_of(plain)
+
+    return types.new_class(plain.__name__, (add, plain), {}, fill)
+
+
+def _forward_of(plain: Any) -> Any:
+    """The forward of a class of torch's own. Dynamo puts a frame around such a module, and so would not meet ours."""
+
+    @functools.wraps(plain.forward)
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        return plain.forward(self, *inputs, **kwargs)
+
+    return forward

@@ -76,9 +76,9 @@ def _refuse(names: Sequence[str], what: str) -> None:
         return
     more = f" and {len(names) - _MOST_LISTED} more" if names[_MOST_LISTED:] else ""
     raise RuntimeError(
-        f"fastddp: since the module was wrapped, it changed: {', '.join(names[:_MOST_LISTED])}{more} {what}. Gradients "
-        "of such a parameter would stay on each rank. Wrap the module again after load_state_dict(assign=True), "
-        "requires_grad_(), .to(dtype or device) or a change of its layers (load_state_dict without assign=True copies "
-        "values and needs nothing); or leave what shall stay local out with "
-        "_set_params_and_buffers_to_ignore_for_model before wrapping." + see("FD012")
+        f"fastddp: the module has changed since it was wrapped or replicated: {', '.join(names[:_MOST_LISTED])}{more} "
+        f"{what}. Gradients of such a parameter would stay on each rank. Wrap or replicate the module again after "
+        "load_state_dict(assign=True), requires_grad_(), .to(dtype or device) or a change of its layers "
+        "(load_state_dict without assign=True copies values and needs nothing). Or leave what shall stay local out "
+        "with _set_params_and_buffers_to_ignore_for_model before that." + see("FD012")
     )

@@ -34,8 +34,8 @@ from fastddp.module.nested import tensors_in
 _CONSTANT = "_DEFAULT_FIRST_BUCKET_BYTES"
 
 
-def leave_alone(*functions: Callable[..., Any]) -> None:
-    """Tell dynamo not to compile these, but what they call.
+def leave_alone(*functions: Callable[..., Any], where_inlined: bool = True) -> None:
+    """Tell dynamo not to compile these, but what they call; ``where_inlined``: nor to take them into another graph.
 
     ``torch._disable_dynamo(recursive=False)`` would put a frame of torch's around them, for which dynamo breaks the
     graph of a compiled wrapper. Dynamo takes seconds to import, so no decorator does this.
@@ -43,7 +43,10 @@ def leave_alone(*functions: Callable[..., Any]) -> None:
     import torch._dynamo.backends.distributed
 
     for function in functions:
-        torch._dynamo.decorators.skip(function)
+        if where_inlined:
+            torch._dynamo.decorators.skip(function)
+        else:
+            torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
 def call(module: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
@@ -56,7 +59,8 @@ def call(module: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
 
 
 @functools.cache
-def _is_left_alone(function: Callable[..., Any]) -> bool:
+def is_left_alone(function: Callable[..., Any]) -> bool:
+    """Whether dynamo compiles no frame of this function: of torch's own, for example."""
     return bool(torch._dynamo.trace_rules.check(function))
 
 
@@ -213,7 +217,7 @@ class ActiveModel:
         self._before = (TorchDDP._active_ddp_module, getattr(dist, _CONSTANT), seam.DDPOptimizer)
         _set(self._model, self._first_bucket_bytes, self._make_optimizer)
         forward = self._model.module.forward
-        return isinstance(forward, types.MethodType) and _is_left_alone(forward.__func__)
+        return isinstance(forward, types.MethodType) and is_left_alone(forward.__func__)
 
     @torch._disable_dynamo
     def __exit__(self, *exception: Any) -> None:

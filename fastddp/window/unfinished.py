@@ -99,8 +99,9 @@ _STORE_IS_GONE = (
 _CAUSES_AND_REMEDIES = (
     "Every parameter that requires a gradient has to take part in computing the loss, on every rank. Likely causes: a "
     "layer that this forward did not use, or an output that the loss does not depend on. Remedies: "
-    "find_unused_parameters=True, or static_graph=True if every step is alike; use all parameters in the loss; set "
-    "requires_grad=False on those never used before wrapping, or exclude them with "
+    "find_unused_parameters=True (also where a module is replicated in place, and a step trains one of its submodules "
+    "alone or comes between two backwards), or static_graph=True if every step is alike; use all parameters in the "
+    "loss; set requires_grad=False on those never used before wrapping, or exclude them with "
     "_set_params_and_buffers_to_ignore_for_model. This window's gradients are void: call zero_grad() before the next "
     "forward. print(model.bucket_plan()) shows which parameters a bucket holds." + see("FD005")
 )

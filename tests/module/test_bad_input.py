@@ -257,7 +257,7 @@ def test_what_would_train_on_one_rank_alone_is_named(rank: int, change: str) -> 
         model(inputs)  # trains nothing
     with pytest.raises(RuntimeError) as caught:
         model(inputs)
-    assert f"it changed: {words}" in str(caught.value)
+    assert f"wrapped or replicated: {words}" in str(caught.value)
 
 
 @on_ranks(2)

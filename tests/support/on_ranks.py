@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fastddp
+import in_place
 from ranks import RankPool
 from releases import TORCH_WITH_USABLE_GRAPHS
 
@@ -64,7 +65,7 @@ def _once(rank: int, test: Any, arguments: dict[str, Any]) -> None:
 
 def _with_both(rank: int, test: Any, arguments: dict[str, Any], both: tuple[Wrap, Wrap]) -> None:
     found = []
-    for wrap in both:
+    for wrap in map(in_place.wrap, both):
         torch.manual_seed(5)
         found.append(_with_values(functools.partial(test.__wrapped__, wrap), rank, arguments))
     differing = differences(*found)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+import in_place
 from models import MODELS, inputs
 from nodes import by_reads
 from on_ranks import BOTH, Wrap, differences, on_ranks
@@ -85,7 +86,7 @@ def assert_same(rank: int, name: str, hook: str, combinations: list[Combination]
     warnings.filterwarnings("ignore", "Grad strides do not match")
     warnings.filterwarnings("ignore", category=FutureWarning)  # broadcast_buffers is deprecated
     for combination in combinations:
-        theirs, ours = (train(wrap, rank, name, hook, combination) for wrap in BOTH)
+        theirs, ours = (train(wrap, rank, name, hook, combination) for wrap in map(in_place.wrap, BOTH))
         assert len(ours) > 20
         assert differences(theirs, ours) == [], combination
 
