@@ -1,6 +1,7 @@
 # make demo    train a small GPT beside torch's DDP, bitwise; stop a rank, and see who names it; send 8 bits
 # make test    run the quick tests, in which every part is represented (four minutes on two cores)
 # make test-slow   all the others that CI runs;  make test-nightly   those that take it too long;  make mutants   how sharp all are
+# make test-in-place   torch's parity and the contract of exchanges again, with fastddp.replicate in place of the wrapper
 # make test-frameworks   install Accelerate, Lightning and Transformers, and train with them (tests/frameworks)
 # make test-sanitized   the tests of everything in C++ again, under AddressSanitizer and UBSan (twenty minutes)
 # make docs    build the site of docs/ in out/site, strictly: dead links are errors
@@ -71,7 +72,7 @@ FRAMEWORKS := $(VENV)/.frameworks
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-slow test-nightly test-frameworks mutants test-sanitized test-gpu bench-gpu gpu-site gpu-carry wheel sdist docs lint format clean distclean
+.PHONY: help build demo test test-slow test-in-place test-nightly test-frameworks mutants test-sanitized test-gpu bench-gpu gpu-site gpu-carry wheel sdist docs lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -127,6 +128,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	@$(PYTEST) --tier slow $(ARGS)
+
+# With fastddp.replicate as the wrapper.
+test-in-place: $(READY)
+	@$(PYTEST) --in-place tests/contract $(addprefix tests/torch_compat/test_,torch_parity.py drop_in.py torch_issues.py composability.py) $(ARGS)
 
 test-nightly: $(READY)
 	@$(PYTEST) --tier nightly $(ARGS)

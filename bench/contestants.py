@@ -58,6 +58,14 @@ class Step:
         return {"buckets_mib": sizes}
 
 
+class MethodStep(Step):
+    """Of a module that is replicated in place: no forward that fastddp sees leads to the backward."""
+
+    def run(self, batch: Batch) -> None:
+        """What is timed."""
+        self.module.forward(*batch).backward()
+
+
 class CompiledStep(Step):
     """Under torch.compile. Counts the graphs that are compiled in the first run, and again in later ones."""
 
@@ -167,7 +175,7 @@ def hook_named(name: str) -> Hook | None:
 _ONE_BUCKET_MB = float(1 << 20)
 
 Cap = float | Literal["auto"] | None
-Engine = Literal["plain", "wire", "torch", "fastddp"]
+Engine = Literal["plain", "wire", "torch", "fastddp", "replicate"]
 
 
 def wrapped(module: nn.Module, engine: Engine, hook: Hook | None, options: Mapping[str, Any]) -> nn.Module:
@@ -183,7 +191,8 @@ def wrapped(module: nn.Module, engine: Engine, hook: Hook | None, options: Mappi
         import fastddp  # here, so that torch's contestants can be measured where the extension is not built
         from fastddp import comm_hooks
 
-        ddp, hooks = fastddp.DistributedDataParallel(own, **options), comm_hooks
+        wrap: Any = fastddp.replicate if engine == "replicate" else fastddp.DistributedDataParallel
+        ddp, hooks = wrap(own, **options), comm_hooks
     if hook:
         ddp.register_comm_hook(*hook.state_and_hook(hooks))
     return ddp  # type: ignore[no-any-return]
@@ -203,6 +212,7 @@ class Contestant:
     cap_mb: Cap = None  # of its own, whatever is asked
     by_default: bool = True  # measured where nobody is named
     compiled: bool = False  # under torch.compile, with code of its own
+    by_method: bool = False  # not by the forward
     optimize_ddp: bool = True  # dynamo's setting; False: it does not cut torch's DDP into a graph for each bucket
 
     @property
@@ -244,7 +254,9 @@ class Contestant:
             return FlatAllReduce(module)
         options = {"bucket_cap_mb": self.bucket_cap_mb(bucket_cap_mb)} | dict(self.options)
         own = wrapped(with_own_code(module) if self.compiled else module, self.engine, self.hook, options)
-        return CompiledStep(own, self.optimize_ddp) if self.compiled else Step(own)
+        if self.compiled:
+            return CompiledStep(own, self.optimize_ddp)
+        return MethodStep(own) if self.by_method else Step(own)
 
 
 def twin(module: nn.Module) -> nn.Module:
@@ -310,6 +322,9 @@ _ALL = (
     Contestant("fastddp", "default", "fastddp"),
     Contestant("fastddp-again", "default", "fastddp", **_ONCE, **_SELDOM),
     Contestant("fastddp-view", "view", "fastddp", VIEW),
+    # fastddp.replicate, by the module's forward and by another method.
+    Contestant("replicate", "default", "replicate", **_SELDOM),
+    Contestant("replicate-by-method", "default", "replicate", by_method=True, **_SELDOM),
     # The baseline of bench.pays once more, for its noise floor.
     Contestant("fastddp-bf16-again", "default", "fastddp", hook=hook_named("bf16"), **_ONCE, **_SELDOM),
     # NCCL's registered memory, and its symmetric windows with the zero-CTA policy. For several GPUs: one takes neither.

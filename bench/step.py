@@ -102,7 +102,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--rate", nargs="+", help="of a cable between the ranks, as for tc: 100mbit, 2.5gbit (default: no cable)")
     add("--ranks-per-node", type=int, default=1, help="at either end of it (default: %(default)s)")
     harness.add_common(parser, "case and contestant", rounds=36, threads=1)
-    parser.set_defaults(keep_samples=False, without_exchange=False, module=MODULE)
+    add("--keep-samples", action="store_true", help="each round's time in the rows, to compare any two contestants")
+    parser.set_defaults(without_exchange=False, module=MODULE)
     options = parser.parse_args()
     if options.rounds < 1 or options.warmup < 2:
         parser.error("--rounds needs at least 1, --warmup at least 2: buckets are rebuilt after the first step")

@@ -68,7 +68,11 @@ def _is_spared(mark: pytest.Mark, number: int) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not of the tier, unless it was named."""
+    """Leave out what is not of the tier, unless it was named. Mark what differs in place."""
+    for item in items if config.option.in_place else ():
+        for name, reason in in_place.DIFFERS.items():
+            if name in (item.name, getattr(item, "originalname", None)):
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
     tier = config.option.tier
     if tier == "all" or any("::" in argument for argument in config.args):
         return

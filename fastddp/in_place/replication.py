@@ -45,7 +45,7 @@ class Replication:
 
     def attach(self, module: nn.Module) -> None:
         """Belong to ``module``."""
-        leave_alone(Replication.runs)
+        leave_alone(Replication.runs, Replication.ready)
         leave_alone(_FirstCall.__call__, where_inlined=False)
         self._module = weakref.ref(module)
         if self.wrapper is None:
@@ -75,21 +75,23 @@ class Replication:
             return type(self.wrapper)._active_ddp_module is self.wrapper
         return self._of_copy and not torch.is_grad_enabled()
 
-    @torch._disable_dynamo
     def ready(self) -> HiddenWrapper:
         """The wrapper. All ranks make it together."""
-        if self.wrapper is None:
-            module = self._module()
-            with plain(module):
-                wrapper = HiddenWrapper(module, **self.arguments)
-                wrapper.plain_class = type(module)
-                if self._hook is not None:
-                    wrapper.register_comm_hook(*self._hook)
-            self.detach()
-            wrapper.require_backward_grad_sync = self._synchronises
-            self.wrapper = wrapper
-            local_training.follow(module, wrapper)
-        return self.wrapper
+        return self.wrapper or self._make()
+
+    @torch._disable_dynamo
+    def _make(self) -> HiddenWrapper:
+        module = self._module()
+        with plain(module):
+            wrapper = HiddenWrapper(module, **self.arguments)
+            wrapper.plain_class = type(module)
+            if self._hook is not None:
+                wrapper.register_comm_hook(*self._hook)
+        self.detach()
+        wrapper.require_backward_grad_sync = self._synchronises
+        self.wrapper = wrapper
+        local_training.follow(module, wrapper)
+        return wrapper
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Say whether the backwards that come average gradients."""

@@ -35,25 +35,28 @@ class Case:
     ranks: int = 2
     backend: str | None = None
     tolerance: float = 0.0
+    by_method: bool = False  # of a module that is replicated in place, so windows open in backward
 
     def __str__(self) -> str:
-        return ", ".join([self.hook, *map(str, self.options.values())])
+        return ", ".join([self.hook, *map(str, self.options.values()), *(["by a method"] if self.by_method else [])])
 
-    def wrapped(self, rank: int, device: str, **options: Any) -> fastddp.DistributedDataParallel:
+    def wrapped(self, rank: int, device: str, **options: Any) -> Any:
         """Two buckets, some of whose gradients are not aligned; four ranks are on two nodes."""
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 41), nn.GELU(), nn.Linear(41, 4))
         # On a busy machine a watch would ask the simulated device, which goes on when asked.
         options = {"bucket_cap_mb": 0.003, "watch": fastddp.Watch(stall=None)} | self.options | options
         with nodes_of_two(rank):
-            model = fastddp.DistributedDataParallel(module.to(device, self.dtype), **options)
+            wrap: Any = fastddp.replicate if self.by_method else fastddp.DistributedDataParallel
+            model = wrap(module.to(device, self.dtype), **options)
         register(model, self.hook)
         return model
 
     def backward(self, model: nn.Module, inputs: Tensor) -> None:
         for left in reversed(range(self.microbatches)):
             with model.no_sync() if left else nullcontext():
-                model((1 + left) * inputs.to(self.dtype)).float().square().sum().backward()
+                call = model.forward if self.by_method else model
+                call((1 + left) * inputs.to(self.dtype)).float().square().sum().backward()
 
     def gradients(self, model: nn.Module) -> list[Tensor]:
         attribute = self.options.get("main_grads", "grad")

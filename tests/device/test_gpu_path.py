@@ -64,6 +64,8 @@ CASES = [
     Case("bf16, sums in fp32", BF16, {"main_grads": "main_grad"}, microbatches=3),
     *(Case(hook, options={"hierarchy": "node"}, ranks=4) for hook in ("none", "fp16, sums in the wire", "int8")),
     Case("PowerSGD", options={"hierarchy": "node"}, ranks=4, tolerance=1e-4),
+    *(Case(hook, by_method=True) for hook in ("none", "bf16, sums in the wire", "int8")),
+    Case(dtype=BF16, options={"main_grads": "grad", "find_unused_parameters": True}, microbatches=3, by_method=True),
 ]
 
 

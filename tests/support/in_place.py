@@ -16,6 +16,15 @@ from fastddp.in_place.replicated import Replicated, wrapper_of
 
 Wrapper = fastddp.DistributedDataParallel
 
+# What differs, test by test. Each has to fail.
+DIFFERS = {
+    "test_a_copy_and_torchs_ddp_with_its_state_go_on_as_the_original[state_dict]": "no `module.` in keys",
+    "test_a_module_may_be_wrapped_again_and_the_first_wrappers_hooks_go_with_it": "again is refused",
+    "test_a_wrapper_that_is_gone_or_has_no_hooks_synchronises_no_more[dropped]": "the module itself would be dropped",
+    "test_errors_carry_the_words_that_people_search_logs_for_43259_22049_68803": "a step says it, and not a forward",
+    "test_forward_hooks_that_change_what_they_are_given": "the module's hooks are the wrapper's",
+}
+
 
 class InPlace:
     """The wrapper's constructor, which gives the module itself."""
