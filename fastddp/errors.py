@@ -171,8 +171,10 @@ FD032: mixed_precision is not usable as given
 - Give torch.nn.parallel.distributed._MixedPrecision with dtypes of floating-point numbers.
 FD033: A device mesh or a DTensor does not fit
 - The mesh has more than one dimension, a process group was given too, or a parameter is sharded over ranks over which
-  its gradients would be averaged as well.
-- Pass a slice of one dimension, as device_mesh=mesh["dp"], and shard parameters over another dimension.
+  its gradients would be averaged as well. Or a replicated module with DTensors was trained by another method than
+  forward.
+- Pass a slice of one dimension, as device_mesh=mesh["dp"], and shard parameters over another dimension. Call the module
+  itself.
 FD034: A communication hook is not usable
 - The hook has another signature, is registered a second time or is called by hand, or its future holds no tensor that
   is laid out like the bucket.

@@ -142,6 +142,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def("arm", &Reducer::arm, py::arg("outputs") = std::vector<at::Tensor>());
   def("opens_by", &Reducer::opens_by, py::arg("open"));
   def("set_local", &Reducer::set_local, py::arg("is_local"));
+  def("note_idle_step", &Reducer::note_idle_step);
   def("note_optimizer", &Reducer::note_optimizer, py::arg("begins"));
   def("note_loss_scale", &Reducer::note_loss_scale, py::arg("scale"));
   def("send_parameters", &Reducer::send_parameters, py::arg("gather"), py::arg("bucket"), py::arg("memory"));

@@ -343,7 +343,10 @@ void Reducer::on_backward_end() {
 void Reducer::finish_window() {
   closing_.check_sparse_gradients();
   local_.measure_beside_buckets();
-  closing_.say({.window = window_.ended(), .lost_a_backward = backwards_.lost_one(), .scale = local_.loss_scale()},
+  closing_.say({.window = window_.ended(),
+                .lost_a_backward = may_have_lost_one(),
+                .scale = local_.loss_scale(),
+                .forwards = idle_steps_.exchange(0)},
                local_.are_watched() ? &local_ : nullptr);
   const Timeline::Wait waits(timeline_, What::tick, driver_.next());
   while (driver_.has_ticks_left()) driver_.tick();

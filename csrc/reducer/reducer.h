@@ -49,6 +49,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Both for a module without a wrapper: note [Windows without a forward], reducer.cpp. `open` is called without the lock.
   void opens_by(std::function<void()> open) { open_ = std::move(open); }
   void set_local(bool is_local) { is_local_ = is_local; }
+  // An optimizer steps though no backward has reached the model since its last step: ranks compare how often that was.
+  void note_idle_step() { ++idle_steps_; }
 
   // A compiled backward has computed this parameter's gradient, and goes on: note [Handed over], grad_hooks.h.
   void hand_over(size_t parameter, const at::Tensor& gradient);
@@ -238,6 +240,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void begin_reduction(bool at_outputs = false);
 
   // The end of a backward.
+  bool may_have_lost_one() const { return backwards_.lost_one() || idle_steps_ > 0; }
   void on_backward_end();
   void finish_window();
 
@@ -274,7 +277,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::atomic<bool> is_local_{false};                // gradients stay on this rank, whatever a forward asked for
   std::atomic<int> asked_in_{-1};                    // the number of the last backward that has asked for a window
   std::mutex opening_;
-  GradHooks hooks_;  // last: they call the members above
+  std::atomic<size_t> idle_steps_{0};  // since the last window
+  GradHooks hooks_;                    // last: they call the members above
 };
 
 }  // namespace fastddp

@@ -85,8 +85,9 @@ std::optional<std::string> trouble(const Header& found) {
   if (found.is_mixed()) return kMixed;
   if (found.failed.is_set()) return "failed on " + on_rank(found.failed);
   if (found.lost.is_set() && found.forwards.is_set() && !found.forwards.get()) {
-    return "had not the same number of forwards on all ranks: an earlier backward has raised on " + on_rank(found.lost) +
-           " before it reached the model, and that rank is now one step late; it failed there";
+    return "had not the same number of forwards on all ranks: an earlier backward on " + on_rank(found.lost) +
+           " has raised before it reached the model, or reached no parameter of it, and that rank is now one step late; it failed "
+           "there";
   }
   if (found.scale.is_set() && !found.scale.get()) {
     return "had losses that GradScalers have scaled by different numbers on different ranks (was one loaded from a "

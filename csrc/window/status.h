@@ -51,7 +51,7 @@ class WindowStatus {
     float scale = 0;                   // of this rank's losses, by a GradScaler; 0: not known
     int rank = 0;                      // in the model's group
     size_t model = 0;                  // 0: ranks do not agree on a number
-    size_t forwards = 0;               // of the window; 0: this rank has no part in it
+    size_t forwards = 0;               // of the window, and steps before it without one; 0: this rank has no part in it
     bool not_finite = false;           // gradients of this rank are not, or their sum over ranks may not be
     at::Tensor not_finite_count = {};  // replaces the field above where the device knows: greater than 0 if some are not
     std::vector<Used> used = {};       // empty where it is known beforehand

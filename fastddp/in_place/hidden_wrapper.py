@@ -62,6 +62,7 @@ class HiddenWrapper(DistributedDataParallel):
                 wrapper._open_in_backward()
 
         self.reducer.opens_by(open_window)
+        self.reducer.set_local(not self._synchronises)
 
     @property
     def require_backward_grad_sync(self) -> bool:  # type: ignore[override]  # torch's class has an attribute
@@ -90,7 +91,7 @@ class HiddenWrapper(DistributedDataParallel):
 
     def _open_in_backward(self) -> None:
         if self._stand_ins is not None:
-            raise RuntimeError(_ONLY_BY_FORWARD + see("FD038"))
+            raise RuntimeError(_ONLY_BY_FORWARD + see("FD033"))
         self._begin(synchronises=True, grad_enabled=True)
         self._arm(())
         self.require_forward_param_sync = True

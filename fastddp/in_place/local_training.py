@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastddp.errors import see
 from fastddp.in_place.hidden_wrapper import HiddenWrapper
+from fastddp.module.backward import is_inside_backward
 from fastddp.torch_compat.surface import wrappers
 
 waiting: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -34,7 +35,7 @@ def follow(module: nn.Module, wrapper: HiddenWrapper) -> None:
 
 
 def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not (_windows or waiting or _orphans):
+    if not (_windows or waiting or _orphans) or is_inside_backward():  # there one steps as gradients are averaged
         return
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for replication in tuple(waiting):
@@ -59,8 +60,10 @@ def _check_orphans(stepped: set[int]) -> None:
 
 def _check_window(wrapper: HiddenWrapper, optimizer: Optimizer) -> None:
     windows = wrapper.reducer.windows()
-    if windows > 0 and _windows[wrapper].get(optimizer) == windows:
-        wrapper.engine.local_steps.tell_of_no_window(optimizer, _REACHES_NONE)
+    local_steps = wrapper.engine.local_steps
+    if windows > 0 and _windows[wrapper].get(optimizer) == windows and not local_steps.are_on_purpose():
+        wrapper.reducer.note_idle_step()
+        local_steps.tell_of_no_window(optimizer, _REACHES_NONE)
     _windows[wrapper][optimizer] = windows
 
 
@@ -79,8 +82,8 @@ _MODULE_IS_GONE = (
     "submodule that trains on."
 )
 _REACHES_NONE = (
-    "no backward has reached a parameter of the model since the last step, so this rank has taken no part in an "
-    "exchange that the other ranks may wait in. Likely cause: this rank's loss does not depend on the model (an empty "
-    "batch, a mask without elements, a detached output). Add 0 * sum(p.sum() for p in model.parameters()) to the loss, "
-    "or skip the backward on all ranks."
+    "no backward has reached a parameter of the model since its last step, so this rank has taken no part in an "
+    "exchange that the other ranks may wait in. They will raise in this rank's next backward. Likely cause: the loss "
+    "here does not depend on the model (an empty batch, a mask without elements, a detached output). Add 0 * "
+    "sum(p.sum() for p in model.parameters()) to the loss, or skip the backward on all ranks."
 )

@@ -73,7 +73,7 @@ class Replication:
             return True
         if self.wrapper is not None:
             return type(self.wrapper)._active_ddp_module is self.wrapper
-        return self._of_copy and not torch.is_grad_enabled()
+        return self._of_copy and not (torch.is_grad_enabled() and any(one.requires_grad for one in self.parameters()))
 
     def ready(self) -> HiddenWrapper:
         """The wrapper. All ranks make it together."""
@@ -103,14 +103,22 @@ class Replication:
         """See the wrapper's."""
         if self.wrapper is not None:
             self.wrapper.register_comm_hook(state, hook)
+        elif self._hook is not None:
+            raise RuntimeError("A communication hook is already registered; replicate the module anew." + see("FD034"))
         self._hook = (state, hook)
 
+    def _check_copyable(self) -> None:
+        if self.wrapper is not None and self.wrapper._stand_ins is not None:
+            raise RuntimeError(_HAS_DTENSORS + see("FD033"))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Replication:
+        self._check_copyable()
         kept = [self.arguments.get(name) for name in (*_GROUPS, "hierarchy")]
         memo |= {id(one): one for one in kept}
         return Replication(copy.deepcopy(self.arguments, memo), copy.deepcopy(self._hook, memo), of_copy=True)
 
     def __reduce__(self) -> Any:
+        self._check_copyable()
         mesh = self.arguments.get("device_mesh")
         group = self.arguments.get("process_group") if mesh is None else mesh.get_group()
         if group is not None and group != dist.group.WORLD:
@@ -168,6 +176,10 @@ def plain(module: Any) -> Iterator[Replication]:
         replication.attach(module)
 
 
+_HAS_DTENSORS = (
+    "A replicated module whose parameters are parts of DTensors cannot be copied or pickled: a copy would take them "
+    "for whole parameters. Make the module anew, and load its state_dict()."
+)
 _OTHER_GROUP = (
     "Only a module that is replicated over the default process group can be pickled, since it is restored with that "
     "group. Save its state_dict() instead, or copy.copy(model), a plain module."

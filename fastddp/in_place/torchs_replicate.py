@@ -60,6 +60,8 @@ def of_fsdp() -> tuple[Any, Any]:
         left_out = set(options.get("ignored_params") or ())
         for part in [part for root in roots for part in root.modules() if part not in roots]:
             if isinstance(part, _in_fsdps_way()):
+                if "gradient_average" in part.__dict__[REPLICATED].arguments:
+                    raise NotImplementedError(_TOLD_TOO_EARLY + see("FD038"))
                 left_out |= {p for name, p in part.named_parameters() if name in part._ddp_params_and_buffers_to_ignore}  # type: ignore[operator]
                 let_go(part)
                 _applied(part).pop("replicate", None)
@@ -140,6 +142,12 @@ def _in_fsdps_way() -> type:
     return InFsdpsWay
 
 
+_TOLD_TOO_EARLY = (
+    "A block has been told how to divide gradients, and now what is around it is replicated, which divides all alike. "
+    "Call set_gradient_divide_factor() on that, after the last replicate()."
+)
+
+
 def _device_type(mesh: Any) -> str:
     return torch._C._get_accelerator().type if mesh is None else mesh.device_type  # the CPU, if there is none
 
@@ -160,7 +168,9 @@ def _why_not(roots: list[nn.Module], left_out: Collection[Tensor], **options: An
         "it has other options": any(value is not None for name, value in options.items() if name not in known),
         "its mesh has several dimensions": mesh is not None and mesh.ndim != 1,
         "its parameters are DTensors": any(isinstance(parameter, DTensor) for parameter in parameters),
-        "a part of it is torch's already": any(isinstance(part, FSDPModule) for part in parts),
+        "a part of it is torch's already": any(
+            isinstance(part, FSDPModule) and not isinstance(part, _in_fsdps_way()) for part in parts
+        ),
         "it was compiled before": any("_orig_mod" in root._modules for root in roots),
         "its parameters are not on the mesh's device": not {one.device.type for one in parameters}
         <= {"meta", _device_type(mesh)},

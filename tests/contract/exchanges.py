@@ -129,7 +129,7 @@ def exchanges_and(*axes: Sequence[Any], fits: Callable[..., bool] = lambda *_: T
 
     Quick are as many as are needed so that each pair of values occurs, those of exchanges among them: taken one after
     the other, each the first with the most pairs that have not occurred. The others are slow. Of those that are
-    sharded, whose way up to the sum is that of others, one in four is, and the rest is nightly.
+    sharded, whose way up to the sum is that of others, one in eight is, and the rest is nightly.
     """
     rows = itertools.product(CODECS, TRANSPORTS, LEVELS, *axes)
     of_rows = {row: one for row in rows if (one := Exchange(*row[:3])).exists() and fits(one, *row[3:])}
@@ -142,7 +142,7 @@ def exchanges_and(*axes: Sequence[Any], fits: Callable[..., bool] = lambda *_: T
         missing -= pairs[best]
     found = []
     for number, (row, exchange) in enumerate(of_rows.items()):
-        tier = pytest.mark.tier("nightly" if exchange.is_sharded and number % 4 else "slow")
+        tier = pytest.mark.tier("nightly" if exchange.is_sharded and number % 8 else "slow")
         marks = () if row in quick else tier
         found.append(pytest.param(exchange, *row[3:], id=", ".join(map(str, row)), marks=marks))
     return found

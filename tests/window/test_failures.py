@@ -139,7 +139,7 @@ def test_forwards_of_which_a_backward_is_lost_are_noticed_and_others_are_no_erro
     assert said[0] == 1.5
     assert rank == 1 or said[1] == "in the middle of backward"
     assert "of synchronised step 2 had not the same number of forwards on all ranks" in str(said[2 - rank])
-    assert "raised on rank 0 before it reached the model" in str(said[2 - rank])
+    assert "on rank 0 has raised before it reached the model" in str(said[2 - rank])
 
 
 # ---------
