@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,8 +90,9 @@ print(len(loaded))
 
 @pytest.mark.tier("slow")
 @pytest.mark.parametrize("first", ["", "import torch.distributed._composable.replicate_with_fsdp"])
-def test_names_stand_for_fastddps_until_the_patch_is_undone(first: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", NAMES.format(first=first)], stdout=subprocess.PIPE, check=True)
+def test_names_stand_for_fastddps_until_the_patch_is_undone(first: str, tmp_path: Path) -> None:
+    code = NAMES.format(first=first)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, check=True)
     assert int(ended.stdout) == (2 if first else 0)
 
 
