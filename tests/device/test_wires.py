@@ -106,6 +106,7 @@ def test_steps_are_those_with_ordinary_wires_that_are_kept(
 
 
 def bytes_between_windows(rank: int, hook: str, lazy: bool) -> int:
+    gc.collect()  # what other tests have left does not go meanwhile
     fake_cuda.schedule("in_order")
     model = wrapped(hook, lazy_bucket_allocation=lazy)
     found = []

@@ -246,6 +246,7 @@ def test_a_copy_over_a_given_group(rank: int) -> None:
         assert each.weight.grad.item() == 1.0
 
 
+@pytest.mark.tier("slow")
 @on_ranks(1)
 def test_a_file_loads_where_there_is_no_process_group(rank: int) -> None:
     file = pickle.dumps(fastddp.replicate(net()))
