@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from fastddp.ddp import DistributedDataParallel
-from fastddp.in_place.replication import Replication, plain
+from fastddp.in_place.replication import PLAIN_CLASS, Replication, plain
 from fastddp.torch_compat.compiling import is_left_alone, leave_alone
 from fastddp.torch_compat.refusals import REPLICATED
 
@@ -112,7 +112,7 @@ class Replicated:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A plain module. Modules make others of their own class, as a slice of an ``nn.ModuleList`` does."""
-        return cls.plain_class(*args, **kwargs)  # type: ignore[attr-defined]
+        return getattr(cls, PLAIN_CLASS)(*args, **kwargs)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module as :meth:`fastddp.DistributedDataParallel.forward` does."""
@@ -172,7 +172,7 @@ def _class_of_both(add: type, plain: Any) -> type:
     """A subclass of both. Its ``__name__`` is that of ``plain``, since users write it into files."""
 
     def fill(namespace: dict[str, Any]) -> None:
-        namespace |= {"__module__": plain.__module__, "__doc__": plain.__doc__, "plain_class": plain}
+        namespace |= {"__module__": plain.__module__, "__doc__": plain.__doc__, PLAIN_CLASS: plain}
         namespace["__qualname__"] = f"Replicated{plain.__qualname__}"
         if is_left_alone(plain.forward):
             namespace["forward"] = _forward_of(plain)

@@ -18,6 +18,8 @@ from fastddp.in_place.hidden_wrapper import HiddenWrapper
 from fastddp.torch_compat.compiling import leave_alone
 from fastddp.torch_compat.refusals import REPLICATED
 
+PLAIN_CLASS = "_fastddp_plain_class"
+"""The attribute of a replicated class: the class that it was made of."""
 _GROUPS = ("process_group", "device_mesh")  # arguments that say which ranks to average over
 
 
@@ -38,6 +40,8 @@ class Replication:
         self, arguments: dict[str, Any], hook: tuple[object, Callable[..., Any]] | None = None, *, of_copy: bool = False
     ) -> None:
         self.arguments = arguments
+        if (delayed := arguments.get("delay_all_reduce_named_params")) is not None:
+            arguments["delay_all_reduce_named_params"] = list(delayed)  # it may be an iterator, and copies need it too
         self._hook = hook
         self._of_copy = of_copy
         self._synchronises = True
@@ -159,7 +163,7 @@ def _get_nothing() -> Any:
 def let_go(module: Any) -> Replication:
     """Make ``module`` plain, and return what it had."""
     replication: Replication = module.__dict__.pop(REPLICATED)
-    module.__class__ = type(module).plain_class
+    module.__class__ = getattr(type(module), PLAIN_CLASS)
     replication.detach()
     return replication
 
