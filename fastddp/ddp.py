@@ -242,7 +242,8 @@ class DistributedDataParallel(Additions):
     # ------------------------------------------------------------------------------------------------- construction
 
     def _make_engine(self) -> None:
-        leave_alone(DistributedDataParallel.forward, DistributedDataParallel._run_ddp_forward)
+        cls = DistributedDataParallel
+        leave_alone(cls.forward, cls._run_ddp_forward, cls._callee)
         super()._make_engine()
 
     def _set_torch_attributes(self, module: nn.Module, dim: int, batched_grad_copy: bool) -> None:
