@@ -9,11 +9,9 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
-
 from fastddp.ddp import DistributedDataParallel
 from fastddp.in_place.replication import PLAIN_CLASS, Replication, plain
-from fastddp.torch_compat.compiling import is_left_alone, leave_alone
+from fastddp.torch_compat.compiling import is_exporting, is_left_alone, leave_alone
 from fastddp.torch_compat.refusals import REPLICATED
 
 Of = ParamSpec("Of")
@@ -116,7 +114,7 @@ class Replicated:
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module as :meth:`fastddp.DistributedDataParallel.forward` does."""
-        if torch.compiler.is_exporting() or _replication_of(self).runs():
+        if is_exporting() or _replication_of(self).runs():
             return super().__call__(*inputs, **kwargs)  # type: ignore[misc]
         return _replication_of(self).ready()(*inputs, **kwargs)
 

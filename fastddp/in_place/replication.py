@@ -15,7 +15,7 @@ from torch import nn
 from fastddp.errors import see
 from fastddp.in_place import local_training
 from fastddp.in_place.hidden_wrapper import HiddenWrapper
-from fastddp.torch_compat.compiling import leave_alone
+from fastddp.torch_compat.compiling import is_exporting, leave_alone
 from fastddp.torch_compat.refusals import REPLICATED
 
 PLAIN_CLASS = "_fastddp_plain_class"
@@ -142,7 +142,7 @@ class _FirstCall:
         self._replication = weakref.ref(replication)
 
     def __call__(self, submodule: nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return
         replication = self._replication()
         if replication is not None and not replication.runs():

@@ -58,6 +58,11 @@ def call(module: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
     return module(*inputs, **kwargs)
 
 
+def is_exporting() -> bool:
+    """As ``torch.compiler.is_exporting``, which is true for dynamo of torch 2.11 wherever it compiles."""
+    return torch.compiler._is_exporting_flag
+
+
 @functools.cache
 def is_left_alone(function: Callable[..., Any]) -> bool:
     """Whether dynamo compiles no frame of this function: of torch's own, for example."""
