@@ -106,8 +106,10 @@ def test_steps_are_those_with_ordinary_wires_that_are_kept(
 
 
 def bytes_between_windows(rank: int, hook: str, lazy: bool) -> int:
-    gc.collect()  # what other tests have left does not go meanwhile
     fake_cuda.schedule("in_order")
+    gc.collect()
+    fake_cuda.synchronize()
+    before = fake_cuda.allocated_bytes()  # what other tests have left may go only when this one has ended
     model = wrapped(hook, lazy_bucket_allocation=lazy)
     found = []
     for step in range(6):
@@ -115,7 +117,7 @@ def bytes_between_windows(rank: int, hook: str, lazy: bool) -> int:
         model.zero_grad()
         fake_cuda.synchronize()
         found.append(fake_cuda.allocated_bytes())
-    return min(found[2:])  # the thread that ran a collective may hold its tensors for a moment longer
+    return min(found[2:]) - before  # the thread that ran a collective may hold its tensors for a moment longer
 
 
 FACTOR = 4 * 4 * WIDTH
