@@ -34,6 +34,7 @@ void Reducer::repair() {
   const bool others_go_on = window_.owes() && closing_.abandon(driver_);
   if (!others_go_on) driver_.undo({});
   steps_.forget_window();
+  idle_steps_ = 0;  // all ranks have raised
   driver_.give_back();
   apply(WindowEvent::repair);
   TORCH_CHECK(unsaid != Failure::Unsaid::error, closing_.failure().text(), see("FD010"));

@@ -343,10 +343,11 @@ void Reducer::on_backward_end() {
 void Reducer::finish_window() {
   closing_.check_sparse_gradients();
   local_.measure_beside_buckets();
+  const auto idle_steps = idle_steps_.exchange(0);
   closing_.say({.window = window_.ended(),
-                .lost_a_backward = may_have_lost_one(),
+                .lost_a_backward = backwards_.lost_one() || idle_steps > 0,
                 .scale = local_.loss_scale(),
-                .forwards = idle_steps_.exchange(0)},
+                .forwards = idle_steps},
                local_.are_watched() ? &local_ : nullptr);
   const Timeline::Wait waits(timeline_, What::tick, driver_.next());
   while (driver_.has_ticks_left()) driver_.tick();

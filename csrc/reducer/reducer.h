@@ -240,7 +240,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void begin_reduction(bool at_outputs = false);
 
   // The end of a backward.
-  bool may_have_lost_one() const { return backwards_.lost_one() || idle_steps_ > 0; }
   void on_backward_end();
   void finish_window();
 

@@ -25,6 +25,7 @@ namespace fastddp {
 // Nobody sees a backward that raises before it reaches the model: that rank goes on with another forward, and its next backward
 // would meet the other ranks' last one. So each rank also tells how many forwards the window had, and whether a backward may
 // have run meanwhile that did not reach this model. If the numbers differ and a rank may have lost one, the window has failed.
+// A module without a wrapper has no forwards to count, so an optimizer's step to which no backward has led counts as one.
 //
 // If a rank uses two models in another order, a window of one meets a window of the other, and their gradients may have the
 // same size. So each rank also tells the number of the model within its group.

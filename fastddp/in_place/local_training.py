@@ -18,6 +18,7 @@ from fastddp.errors import see
 from fastddp.in_place.hidden_wrapper import HiddenWrapper
 from fastddp.module.backward import is_inside_backward
 from fastddp.torch_compat.surface import wrappers
+from fastddp.window.step_check import has_closure
 
 waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 """The ``Replication`` of each module without a wrapper."""
@@ -37,21 +38,20 @@ def follow(module: nn.Module, wrapper: HiddenWrapper) -> None:
 def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not (_windows or waiting or _orphans) or is_inside_backward():  # there one steps as gradients are averaged
         return
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if waiting or _orphans:
+        _check_without_wrapper({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
+    for wrapper in tuple(_windows):
+        if wrapper.module is not None:
+            wrapper.engine.parameter_watch.check()
+            if not has_closure(args, kwargs) and wrapper.engine.steps.trained_by(optimizer) is not None:
+                _check_window(wrapper, optimizer)
+
+
+def _check_without_wrapper(stepped: set[int]) -> None:
     for replication in tuple(waiting):
         own = [parameter for parameter in replication.parameters() if id(parameter) in stepped]
         if any(one.grad is not None and one.grad.any() for one in own):  # zeros are made to load an optimizer's state
             raise RuntimeError(_HAS_NO_WRAPPER + see("FD012"))
-    _check_orphans(stepped)
-    has_closure = any(callable(argument) for argument in (*args, *kwargs.values()))
-    for wrapper in tuple(_windows):
-        if wrapper.module is not None:
-            wrapper.engine.parameter_watch.check()
-            if not has_closure and any(id(one) in stepped for one in wrapper.engine.now.parameters.tensors):
-                _check_window(wrapper, optimizer)
-
-
-def _check_orphans(stepped: set[int]) -> None:
     _orphans[:] = [alive for each in _orphans if (alive := [one for one in each if one() is not None])]
     averaged = {id(parameter) for model in wrappers for parameter in model.engine.now.parameters.tensors}
     if any(id(one()) in stepped - averaged for each in _orphans for one in each):

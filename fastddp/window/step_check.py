@@ -39,18 +39,18 @@ _ALL_STEPS: set[Steps] = set()  # of all models
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for steps in tuple(_ALL_STEPS):
         steps.begin(optimizer)
-        if not _has_closure(args, kwargs):
+        if not has_closure(args, kwargs):
             steps.check_local(optimizer)
 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for steps in tuple(_ALL_STEPS):
-        if _has_closure(args, kwargs):
+        if has_closure(args, kwargs):
             steps.check_local(optimizer)
         steps.end(optimizer)
 
 
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the step runs the last forward and backward itself, as Lightning's do."""
     return any(callable(arg) for arg in (*args, *kwargs.values()))
 
@@ -106,7 +106,7 @@ class Steps:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Before a step, do all checks but the last one."""
-        if (now := self._trained_by(optimizer)) is not None:
+        if (now := self.trained_by(optimizer)) is not None:
             if (check := self._check()) is not None:
                 check()
             if now.main_gradients.dtype is not None and now.sharding is None:
@@ -119,19 +119,19 @@ class Steps:
     def check_local(self, optimizer: Optimizer) -> None:
         """Look for gradients that no backward has averaged."""
         local_steps = self._local_steps()
-        if local_steps is not None and self._trained_by(optimizer) is not None:
+        if local_steps is not None and self.trained_by(optimizer) is not None:
             others = (steps._now() for steps in tuple(_ALL_STEPS) if steps is not self)
             local_steps.check(optimizer, (other for other in others if other is not None))
 
     def end(self, optimizer: Optimizer) -> None:
         """After a step."""
-        if (now := self._trained_by(optimizer)) is not None:
+        if (now := self.trained_by(optimizer)) is not None:
             now.reducer.note_optimizer(begins=False)
             self.taken += 1
 
     def was_skipped(self, optimizer: Optimizer) -> None:
         """A step of this optimizer was skipped."""
-        if (now := self._trained_by(optimizer)) is not None:
+        if (now := self.trained_by(optimizer)) is not None:
             now.reducer.discard_step()
 
     def loss_is_scaled(self, scaler: GradScaler, is_first: bool) -> None:
@@ -140,8 +140,8 @@ class Steps:
             is_known = is_first or now.device.type == "cpu"
             now.reducer.note_loss_scale(scaler.get_scale() if is_known else 0.0)
 
-    def _trained_by(self, optimizer: Optimizer) -> InForce | None:
-        """None: the optimizer has none of the model's parameters."""
+    def trained_by(self, optimizer: Optimizer) -> InForce | None:
+        """The model that this is about; None: the optimizer has none of its parameters."""
         now = self._now()
         if now is None:
             return None

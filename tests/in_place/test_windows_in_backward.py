@@ -276,3 +276,24 @@ def test_a_rank_whose_backward_reaches_no_parameter_is_told(rank: int, told: Any
                 optimizer.step()
             assert ["no backward has reached" in str(one.message) for one in said] == [True] * (told == "warn")
     assert are_same(gradients(model))
+
+
+@on_ranks(2)
+def test_a_rank_that_was_told_and_then_raises_itself_goes_on_with_the_others(rank: int) -> None:
+    model = fastddp.replicate(net(), watch=fastddp.Watch(local_steps=None))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    check_averages(model, lambda one: one.score(inputs(rank)))
+    for _ in range(1 + rank):
+        optimizer.step()
+    handle = model.trunk.register_full_backward_hook(raises) if rank == 1 else None
+    with pytest.raises((RuntimeError, ArithmeticError)):
+        model.score(inputs(rank)).backward()
+    if handle is not None:
+        handle.remove()
+        with torch.no_grad(), pytest.warns(UserWarning, match="in the middle of backward"):
+            model(inputs(rank))  # repairs, for which rank 0 waits
+    check_averages(model, lambda one: one.score(inputs(rank)))
+
+
+def raises(*_: object) -> None:
+    raise ArithmeticError("in the middle of backward")
