@@ -2,23 +2,15 @@
 # tried. Another torch, from 2.11 on: docker build --build-arg BASE=pytorch/pytorch:TAG (a -devel tag, which has g++).
 ARG BASE=pytorch/pytorch:2.13.0-cuda13.2-cudnn9-devel
 
-FROM ${BASE} AS build
+FROM ${BASE}
 # The interpreter may be the system's, where pip asks for this.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+# g++ and Python's headers: torch.compile and Triton need them too.
 RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev && rm -rf /var/lib/apt/lists/*
-WORKDIR /fastddp
-COPY pyproject.toml setup.py MANIFEST.in README.md CHANGELOG.md LICENSE constraints.txt fastddp_command.py ./
-COPY csrc csrc
-COPY fastddp fastddp
-COPY kernels kernels
-RUN python -m pip install ninja 'setuptools>=77'
-RUN python -m pip wheel --no-build-isolation --no-deps --wheel-dir /dist .
-
-# Sources and what compiled them stay behind. g++ is in the base, and torch.compile and Triton need it.
-FROM ${BASE}
-ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-COPY --from=build /dist /dist
-RUN python -m pip install "$(ls /dist/fastddp-*.whl)[cli]"
-# Where fastddp._C does not fit the torch, this fails and no image is made.
-RUN python -m fastddp --help && fastddp --version
+COPY pyproject.toml setup.py MANIFEST.in README.md CHANGELOG.md LICENSE constraints.txt fastddp_command.py /fastddp/
+COPY csrc /fastddp/csrc
+COPY fastddp /fastddp/fastddp
+COPY kernels /fastddp/kernels
+# The C++ part goes beside the package: whoever runs the image has another home. Where it cannot be compiled, no image is made.
+RUN python -m pip install '/fastddp[cli]' && rm -r /fastddp && python -m fastddp build --in-package && fastddp --version
 WORKDIR /job

@@ -8,7 +8,7 @@
 # make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
 # make test-gpu, make bench-gpu   what takes a GPU: tests (tests/gpu), and everything in order of worth (bench.gpu.first_run)
 # make gpu-carry TORCH=2.11.0 PYTHON=python3.12   a folder for a machine with a GPU that can fetch nothing: build/first-run
-# make wheel   build and try a wheel for the torch of the environment, in dist/;  make sdist  the same for the sources
+# make wheels  build and try a wheel in dist/ with the C++ part for each torch of TORCHES;  make sdist  the same for the sources
 # make build   only set up: .venv with pinned packages, and the extensions fastddp._C and fastddp._pages
 # make clean   remove what was built;  make distclean  removes the environments too
 #
@@ -17,10 +17,14 @@
 # TORCH names another torch, for any target: `make test TORCH=2.15.0`. It has an environment of its own,
 # .venv-torch-2.15.0, into which fastddp is installed: .venv and what was compiled in place for it stay as they are.
 #
+# TORCHES are the releases that a wheel has the C++ part for. `make wheels VENV=build/venv-3.12 PYTHON=python3.12` makes one for
+# another Python.
+#
 # PYTHON creates .venv. Given to a GPU target, it is the interpreter that runs it, with the packages that it holds: nothing
 # is fetched, fastddp is compiled for its torch, and it is left as it was. RANKS is for `make demo`; empty means one a GPU,
 # or 2 where there is none. WORKERS run the tests. ARGS are passed on, as in `make demo ARGS="--steps 50"` and `make test ARGS="-k pack"`.
 TORCH :=
+TORCHES := 2.11.0 2.13.0 2.15.0
 PYTHON ?= python3
 RANKS ?=
 ARGS ?=
@@ -36,7 +40,7 @@ CPP := $(SOURCES) $(wildcard tests/support/*.cpp tests/fake_cuda/*.cpp tests/fak
 # Tests take what torch declares as optional or as one of two types (a gradient, an attribute of a module) for what it is.
 TESTS_MAY := arg-type assignment call-overload comparison-overlap dict-item index operator union-attr var-annotated
 
-# In place there is room for one extension, that of the pinned torch. For another one Python files are copied too.
+# For another torch than the pinned one, fastddp is copied as a wheel would be.
 ifeq ($(TORCH),)
 CONSTRAINTS := constraints.txt
 INSTALL := --editable
@@ -44,7 +48,7 @@ INSTALLED := $(SOURCES)
 else
 CONSTRAINTS := $(VENV)/constraints.txt
 INSTALL :=
-INSTALLED := $(SOURCES) $(filter-out fastddp/_build_info.py,$(wildcard fastddp_command.py fastddp/*.py* fastddp/*/*.*)) $(wildcard kernels/*.py)
+INSTALLED := $(SOURCES) $(wildcard fastddp_command.py fastddp/*.py* fastddp/*/*.*) $(wildcard kernels/*.py)
 endif
 
 # Where the GPU targets find fastddp: in the environment, or, for an interpreter that was named, in a folder of its own.
@@ -72,7 +76,7 @@ FRAMEWORKS := $(VENV)/.frameworks
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-slow test-in-place test-nightly test-frameworks mutants test-sanitized test-gpu bench-gpu gpu-site gpu-carry wheel sdist docs lint format clean distclean
+.PHONY: help build demo test test-slow test-in-place test-nightly test-frameworks mutants test-sanitized test-gpu bench-gpu gpu-site gpu-carry wheels sdist docs lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -92,7 +96,7 @@ $(VENV)/constraints.txt: constraints.txt | $(VENV)/pyvenv.cfg
 # Everything that setup.py needs at the moment it is read. torch comes by its exact pin, never by a range.
 $(TOOLCHAIN): $(CONSTRAINTS) | $(VENV)/pyvenv.cfg
 	@echo "Installing torch and the build tools into $(VENV) ..."
-	@$(PIP) torch ninja 'setuptools>=77'
+	@$(PIP) torch ninja 'setuptools>=77' wheel
 	@touch $@
 
 # Everything else, and fastddp itself, for the pinned torch in place: Python files are used where they lie, C++ is compiled
@@ -166,8 +170,11 @@ gpu-carry:
 	    PYTHONPATH=$$(echo $$PWD/lib/python3*/site-packages):$(CURDIR) bin/python -m bench.gpu.carry $(ARGS)
 
 # Without the rest of the environment: what is tried is what was built, with torch alone.
-wheel sdist: $(TOOLCHAIN)
-	@$(BIN)/python tests/support/packaging_check.py $@
+wheels: $(TOOLCHAIN)
+	@$(BIN)/python tests/support/packaging_check.py wheel $(TORCHES)
+
+sdist: $(TOOLCHAIN)
+	@$(BIN)/python tests/support/packaging_check.py sdist
 
 # The variable spares a notice of the theme's that MkDocs has a successor.
 docs: $(DOCS)
@@ -187,7 +194,7 @@ format: $(READY)
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf build dist out fastddp.egg-info fastddp/_*.so fastddp/_build_info.py .venv/.ready .venv-torch-*/.ready
+	rm -rf build dist out fastddp.egg-info fastddp/extension/torch-* .venv/.ready .venv-torch-*/.ready
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 

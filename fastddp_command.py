@@ -43,3 +43,15 @@ def _import_lazily() -> None:
 
     package.__getattr__ = find
     sys.modules["fastddp"] = package
+    _find_extension(package)
+
+
+def _find_extension(package: Any) -> None:
+    """Let ``fastddp._pages`` be imported, which does without torch, where it is compiled."""
+    from fastddp.extension.choosing import candidates
+    from fastddp.extension.compiling import find_torch
+
+    torch = find_torch()
+    folder = None if torch is None else next(candidates(torch), None)
+    if folder is not None:
+        package.__path__.append(str(folder))

@@ -1,111 +1,33 @@
-"""Builds ``fastddp._C`` and ``fastddp._pages`` from ``csrc/``, records version and torch, and names the packages.
+"""Names the packages, and compiles the C++ part into them where there is a torch to compile it for.
+
+    pip install .                        # pip's own environment has none: a second. The first import compiles
+    pip install --no-build-isolation .   # for the torch of this environment
+    python setup.py bdist_wheel build_ext --torches=FOLDER:FOLDER   # for those in these folders (make wheels)
 
 Everything else is in ``pyproject.toml``.
 """
 
-import os
+import logging
 import shutil
-import sysconfig
+import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
-from setuptools.command.sdist import sdist
-
-try:
-    import torch
-    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, include_paths
-except ImportError as error:
-    # torch is not among the build requirements on purpose: an isolated build would fetch the newest one, several GB of
-    # it, and compile against that instead of against the torch that will be imported.
-    raise SystemExit(
-        "fastddp is compiled against the torch that you use. Install torch 2.11 or newer first, then run "
-        f"`pip install --no-build-isolation .` in the same environment. ({error})"
-    ) from None
 
 ROOT = Path(__file__).parent
-VERSION = "0.2.0"
-# In the names of folders, so that what was made for one torch never gets into a package for another one, not even by
-# two builds at a time.
-FOR_THIS_TORCH = f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
-BUILD_INFO = '''"""Written by setup.py when ``fastddp._C`` was built."""
 
-version = "{version}"
-torch_version = "{torch_version}"
-nvtx_headers = {nvtx_headers}  # where they were found; empty: the extension tells NVTX nothing
-'''
+# Without the package around it, which needs torch.
+sys.path.append(str(ROOT / "fastddp" / "extension"))
+import compiling  # noqa: E402
 
+TORCH = compiling.find_torch()
 
-def version() -> str:
-    """Says which torch a build fits, as in 0.2.0+torch2.13; not if it is built from an sdist, which fits any.
-
-    An sdist's version is that of whatever is built from it: pip refuses another one.
-    """
-    if (ROOT / "PKG-INFO").is_file():
-        return VERSION
-    return f"{VERSION}+torch{'.'.join(torch.__version__.split('.')[:2])}"
-
-
-# By folder of csrc/: the folder that it is compiled with. They need the same of torch's headers.
-TOGETHER = {
-    "pages": "device",
-    "observe": "device",
-    "audit": "device",
-    "block8": "codec",
-    "low_rank": "codec",
-    "autograd": "reducer",
-    "window": "reducer",
-    "watch": "reducer",
-}
-# fastddp._pages, which does without torch.
-PAGES = ["csrc/pages/shared_page.cpp", "csrc/pages/snapshot.cpp", "csrc/window/window.cpp"]
-PAGE_BINDINGS = "csrc/bindings/page_bindings.cpp"
-
-
-def csrc(pattern: str) -> list[str]:
-    """The files of ``csrc/`` that match, relative to this folder as setuptools wants them."""
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob(pattern))
-
-
-def units() -> list[str]:
-    """Files that include the sources of one folder or more: what is compiled.
-
-    One of these takes not much longer than one of the sources, most of which is torch's headers.
-    """
-    contents: dict[str, str] = {}
-    for source in sorted({*csrc("*.cpp")} - {PAGE_BINDINGS}):
-        path = Path(source).relative_to("csrc")
-        name = f"build/units/{TOGETHER.get(path.parts[0], path.parts[0])}.cpp"
-        contents[name] = contents.get(name, "") + f'#include "{path.as_posix()}"\n'
-    contents["build/units/pages.cpp"] = "".join(f'#include "../../{path}"\n' for path in [*PAGES, PAGE_BINDINGS])
-    folder = ROOT / "build" / "units"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        # A file that is written is compiled again.
-        if not (ROOT / name).is_file() or (ROOT / name).read_text() != content:
-            (ROOT / name).write_text(content)
-    for gone in set(folder.glob("*.cpp")) - {ROOT / name for name in contents}:
-        gone.unlink()
-    return list(contents)
-
-
-def nvtx_headers() -> list[str]:
-    """The folder that holds ``nvtx3/``, of CUDA's toolkit or of NVIDIA's packages for pip; none: build without NVTX."""
-    packages = Path(sysconfig.get_path("purelib")) / "nvidia"
-    toolkit = [Path(CUDA_HOME) / "include"] if CUDA_HOME else []
-    for folder in [*toolkit, Path("/usr/local/cuda/include"), *sorted(packages.glob("*/include"))]:
-        if (folder / "nvtx3" / "nvToolsExt.h").is_file():
-            return [str(folder)]
-    return []
-
-
-class SourceDistribution(sdist):
-    """An sdist of the plain version."""
-
-    def finalize_options(self) -> None:
-        """Take the torch of this environment out of the version."""
-        super().finalize_options()
-        self.distribution.metadata.version = VERSION
+# setuptools names each file that it copies: what is wrong would stand below hundreds of lines.
+logging.disable(logging.INFO)
 
 
 class BuildPython(build_py):
@@ -118,66 +40,49 @@ class BuildPython(build_py):
         super().run()
 
 
-class Build(BuildExtension):
-    """torch's ninja build, with objects that survive for the next build and a record of torch's version."""
+class Build(build_ext):
+    """Compiles into the package, a folder for each torch; objects stay in ``build/`` for the next time."""
 
-    def finalize_options(self) -> None:
-        """Choose where the objects go."""
-        super().finalize_options()
-        # pip builds in a temporary folder, which would compile every file again each time.
-        self.build_temp = f"build/objects-{FOR_THIS_TORCH}"
+    user_options: ClassVar = [*build_ext.user_options, ("torches=", None, "folders of several, separated by ':'")]
+
+    def initialize_options(self) -> None:
+        """Without the option: the torch of this environment."""
+        super().initialize_options()
+        self.torches = ""
 
     def run(self) -> None:
-        """Compile, link and record."""
-        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-            raise SystemExit(
-                f"fastddp is compiled, which needs Python's headers, and {sysconfig.get_path('include')}/Python.h is "
-                "not there. Install them (Debian and Ubuntu: apt install python3-dev; Fedora: dnf install "
-                "python3-devel) or use another Python."
-            )
-        # By default ninja starts two jobs more than there are cores; one job on torch's headers takes up to 2 GB.
-        os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
-        # Only now: an sdist takes what is named below for a part of the project.
-        *of_torch, pages = units()
-        self.extensions[0].sources, self.extensions[1].sources = of_torch, [pages]
-        super().run()
-        # Beside the extension, wherever that went, and only now: the record speaks of what was really compiled.
-        record = Path(self.get_ext_fullpath("fastddp._C")).with_name("_build_info.py")
-        record.write_text(
-            BUILD_INFO.format(
-                version=self.distribution.get_version(), torch_version=torch.__version__, nvtx_headers=nvtx_headers()
-            )
-        )
+        """Compile, or end with a line about what is missing."""
+        package = (ROOT if self.inplace else Path(self.build_lib)) / "fastddp"
+        for torch in [compiling.torch_in(Path(folder)) for folder in self.torches.split(":") if folder] or [TORCH]:
+            name = torch.folder_name
+            try:
+                compiling.check(torch)
+                _say(f"compiling its C++ part for torch {torch.version}. It takes {compiling.expected_time()}.")
+                compiling.compile_for(torch, ROOT / "build" / f"{name}-{torch.version}", package / "extension" / name)
+            except compiling.CannotCompile as error:
+                raise SystemExit(f"fastddp cannot be compiled: {error}") from None
+
+    def get_outputs(self) -> list[str]:
+        """None that setuptools would have to copy."""
+        return []
+
+    def get_output_mapping(self) -> dict[str, str]:
+        """None that setuptools would have to link."""
+        return {}
 
 
-# -std: torch 2.11 compiles extensions as C++17 unless told otherwise.
-# -g0: Python's own flags bring -g, which doubles the time to compile and makes objects 30 times as large.
-FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"]
+def _say(text: str) -> None:
+    """To whoever sits there: pip keeps what a build prints to itself."""
+    with suppress(OSError), Path("/dev/tty").open("w") as terminal:
+        print(f"\nfastddp: {text}", file=terminal)
+
 
 setup(
-    version=version(),
-    # A top-level package called `kernels` would clash with the one of that name on PyPI: ours lives inside fastddp.
-    packages=[*find_packages(include=["fastddp", "fastddp.*"]), "fastddp.kernels"],
-    package_dir={"fastddp.kernels": "kernels"},
+    # A top-level package called `kernels` would clash with the one of that name on PyPI: ours lives inside fastddp. So
+    # do the sources.
+    packages=[*find_packages(include=["fastddp", "fastddp.*"]), "fastddp.kernels", "fastddp.csrc"],
+    package_dir={"fastddp.kernels": "kernels", "fastddp.csrc": "csrc"},
     py_modules=["fastddp_command"],
-    ext_modules=[
-        CppExtension(
-            "fastddp._C",
-            csrc("*.cpp"),
-            depends=[*csrc("*.h"), *csrc("*.cpp")],
-            include_dirs=[str(ROOT / "csrc"), *nvtx_headers()],
-            extra_compile_args=[*FLAGS, "-ffp-contract=off"],  # the same bits on each processor
-        ),
-        # pybind11 comes with torch's headers, and is all that this takes of them.
-        Extension(
-            "fastddp._pages",
-            [*PAGES, PAGE_BINDINGS],
-            depends=[*csrc("*.h"), *PAGES, PAGE_BINDINGS],
-            include_dirs=[str(ROOT / "csrc"), *include_paths()],
-            extra_compile_args=FLAGS,
-            language="c++",
-        ),
-    ],
-    cmdclass={"build_ext": Build, "build_py": BuildPython, "sdist": SourceDistribution},
-    options={"build": {"build_lib": f"build/lib-{FOR_THIS_TORCH}"}},
+    ext_modules=[] if TORCH is None else [Extension("fastddp._C", [])],
+    cmdclass={"build_ext": Build, "build_py": BuildPython},
 )

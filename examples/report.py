@@ -47,6 +47,10 @@ class Record:
         """Half of the steps took longer."""
         return median_of(self.counted_blocks)
 
+    def tokens_a_second(self, tokens_a_step: int) -> float:
+        """In the median step."""
+        return tokens_a_step / self.median_ms * 1e3
+
     @property
     def bytes_a_step(self) -> float:
         """How many arrive at this rank; 0 if they do not come by TCP, as NCCL's between GPUs of a machine."""
@@ -122,7 +126,7 @@ class Run:
     """Training under both DDPs; ``records`` holds fastddp and then torch's DDP."""
 
     setting: dict[str, Any]
-    tokens_a_step: int
+    tokens_a_step: int  # of all ranks together
     records: Sequence[Record]
     equality: Equality
     load_before: float  # how many other processes wanted a core in the minute before the run
@@ -153,10 +157,6 @@ class Run:
             ratios.append(median_of([ours[i] for i in rounds]) / median_of([theirs[i] for i in rounds]))
         return quantile(ratios, 0.025), quantile(ratios, 0.975)
 
-    def tokens_a_second(self, record: Record) -> float:
-        """All ranks together."""
-        return self.tokens_a_step / record.median_ms * 1e3
-
 
 def median_of(blocks: Sequence[Sequence[float]]) -> float:
     """The median of all steps of some blocks."""
@@ -176,7 +176,7 @@ def print_report(console: Console, run: Run) -> None:
     row("step, median", *(f"{r.median_ms:.1f} ms" for r in run.records))
     spans = ((quantile(r.step_ms, 0.1), quantile(r.step_ms, 0.9)) for r in run.records)
     row("step, 10 % to 90 %", *(f"{low:.1f} to {high:.1f} ms" for low, high in spans))
-    row("tokens a second", *(f"{run.tokens_a_second(r):,.0f}" for r in run.records))
+    row("tokens a second", *(f"{r.tokens_a_second(run.tokens_a_step):,.0f}" for r in run.records))
     add_losses(table, ours, theirs)
     console.print(table)
     console.print(verdict(run))
@@ -276,7 +276,7 @@ def record_figures(run: Run, record: Record) -> dict[str, Any]:
         "median_step_ms": record.median_ms,
         "p10_step_ms": quantile(record.step_ms, 0.1),
         "p90_step_ms": quantile(record.step_ms, 0.9),
-        "tokens_a_second": run.tokens_a_second(record),
+        "tokens_a_second": record.tokens_a_second(run.tokens_a_step),
         "bytes_a_step": record.bytes_a_step,
         "losses": record.losses,
         "validation_losses": record.validation,

@@ -147,10 +147,11 @@ class Training:
             self.job.synchronize()
             times.append((time.perf_counter() - begin) * 1e3)
             losses.append(loss.item())
-            bars.show(contestant, step, losses[-1], self.tokens_a_step * len(times) / sum(times) * 1e3)
+            bars.show(contestant, step, losses[-1])
         contestant.record.bytes_arrived += bytes_arrived() - arrived
         contestant.record.losses += self.job.mean(losses)
         contestant.record.blocks_ms.append(times)
+        bars.show_rate(contestant, contestant.record.tokens_a_second(self.tokens_a_step))
 
     def set_learning_rate(self, contestant: Contestant, step: int) -> None:
         """Linear warm-up, then linearly down to a tenth."""
@@ -211,13 +212,17 @@ class Bars:
     def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
-    def show(self, contestant: Contestant, step: int, loss: float, rate: float) -> None:
+    def show(self, contestant: Contestant, step: int, loss: float) -> None:
         """Move the bar, but draw it only a few times a second."""
         task = self.tasks[contestant.record.name]
-        self.progress.update(task, completed=step + 1, loss=f"loss {loss:.3f}", rate=f"{rate:,.0f} tokens/s")
+        self.progress.update(task, completed=step + 1, loss=f"loss {loss:.3f}")
         if time.monotonic() - self.drawn > REFRESH_SECONDS:
             self.drawn = time.monotonic()
             self.progress.refresh()
+
+    def show_rate(self, contestant: Contestant, rate: float) -> None:
+        """That of the table below: of the median step so far, and not of the moment."""
+        self.progress.update(self.tasks[contestant.record.name], rate=f"{rate:,.0f} tokens/s")
 
     def show_validation(self, contestant: Contestant, loss: float) -> None:
         """Write the loss beside the bar."""

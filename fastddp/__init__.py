@@ -3,12 +3,12 @@
 >>> model = fastddp.DistributedDataParallel(model)
 """
 
-from fastddp._build_check import check_build
+from fastddp.extension.building import build, provide
 
-check_build()  # first, because importing fastddp._C under another torch fails with a missing symbol
+provide()  # first: everything else imports fastddp._C
 
 from fastddp import comm_hooks  # noqa: E402
-from fastddp._build_info import version as __version__  # noqa: E402
+from fastddp._version import __version__  # noqa: E402
 from fastddp.ddp import DistributedDataParallel  # noqa: E402
 from fastddp.in_place.replicate import replicate  # noqa: E402
 from fastddp.patching import patch  # noqa: E402
@@ -28,6 +28,7 @@ __all__ = [
     "StallReport",
     "Watch",
     "__version__",
+    "build",
     "clip_grad_norm_",
     "comm_hooks",
     "patch",

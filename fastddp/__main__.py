@@ -1,6 +1,8 @@
 """Runs a training script with fastddp in place of torch's DDP: ``torchrun ... -m fastddp [options] train.py ...``.
 
 Processes that the script starts with multiprocessing, as ``torch.multiprocessing.spawn`` does, are patched too.
+
+``python -m fastddp build`` compiles fastddp's C++ part ahead of a job, where it is not there yet.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Any, NoReturn
 
 from fastddp import patching
 from fastddp.comm_hooks import HOOK_NAMES
+from fastddp.extension.building import build
+from fastddp.extension.choosing import torch_of
 from fastddp.ranks.listing import names_near
 from fastddp.torch_compat.job_options import check_options
 from fastddp.watch import presence, roll
@@ -47,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m fastddp",
         description="Runs a training script with fastddp in place of torch.nn.parallel.DistributedDataParallel. What "
         "the script says itself, in the constructor or by registering a hook, wins.",
-        usage="%(prog)s [options] (script.py | -m module) [arguments ...]",
+        usage="%(prog)s [options] (script.py | -m module) [arguments ...]\n       %(prog)s build [--in-package]",
         allow_abbrev=False,
     )
     for name, described in _OPTIONS.items():
@@ -56,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("target", metavar="script.py | module")
     parser.add_argument("arguments", nargs="*", default=(), help="passed on as they are")
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["build"]:  # a folder or a script of that name is ./build
+        _build(arguments[1:])
+        return
     ours = _up_to_the_target(arguments)
     _check_options(parser, arguments[:ours])
     said = vars(parser.parse_args(arguments[:ours]))
@@ -77,6 +84,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _run(target, is_module)
         except Exception as error:
             _end_by(error)
+
+
+def _build(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m fastddp build",
+        description="Compiles fastddp's C++ part for the torch of this Python, where it is not there yet, into the "
+        "user's cache (XDG_CACHE_HOME, or ~/.cache).",
+        allow_abbrev=False,
+    )
+    beside = "put it beside the package, too: for an image, whose users have other homes"
+    parser.add_argument("--in-package", action="store_true", help=beside)
+    try:
+        folder = build(in_package=parser.parse_args(arguments).in_package)
+    except OSError as error:
+        sys.exit(f"fastddp cannot be put beside the package: {error}")
+    print(f"fastddp's C++ part for torch {torch_of(folder)} is in {folder}")
 
 
 def _end_by(error: Exception) -> NoReturn:

@@ -116,10 +116,11 @@ FD018: Replicas differ
 - Load the last checkpoint from before the step in the message. If one rank alone differs, again and again, examine its
   machine with fastddp doctor. Otherwise look for code that depends on the rank.
 FD020: The extension does not fit this torch
-- fastddp's extension was built for another minor version of torch, or was not built. The interface of torch's C++ parts
-  changes with each version.
-- Build it in this environment: pip install --no-build-isolation --force-reinstall --no-deps . in fastddp's source
-  folder.
+- The C++ part of fastddp is compiled for one minor version of torch and one Python. A wheel has it for some releases.
+  For another torch the first import compiles it, and that was not possible here: the message says what is missing, or
+  what the compiler said.
+- Run python -m fastddp build where there are a C++ compiler and a home that can be written: jobs with the same torch
+  and home find the result. Or install a torch that the wheel is for. XDG_CACHE_HOME names another folder.
 FD021: The process group is missing, or is not usable
 - No process group was initialised, it has been destroyed, or a group that is written in Python counts ranks in another
   way than its C++ part.

@@ -62,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
 def copy_package() -> None:
     """Only what runs: of the extension, no symbols."""
     site, package = FOLDER / "site", Path(fastddp.__file__).parent
-    shutil.copytree(package, site / "fastddp", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(package, site / "fastddp", ignore=shutil.ignore_patterns("__pycache__", "csrc"))
     for library in site.rglob("*.so"):
         subprocess.run(["strip", "--strip-unneeded", library], check=True)
 

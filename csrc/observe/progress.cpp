@@ -20,7 +20,7 @@ void put(Number& number, uint64_t value) {
 
 constexpr size_t kNone = ~uint32_t{0};
 
-// Pages that others have left make room for a new one.
+// Pages of jobs that are gone make room for a new one.
 Header header_of(const std::vector<std::string>& parameters, int rank, int ranks) {
   remove_left_pages();
   static std::atomic<uint32_t> wrappers{0};

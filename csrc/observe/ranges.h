@@ -17,7 +17,7 @@ namespace fastddp {
 //
 // If nobody listens, a range costs two tests, and its name is not made.
 
-// Whether a tool listens to NVTX. Never, if the extension was compiled without NVTX's headers (setup.py).
+// Whether a tool listens to NVTX. Never, if the extension was compiled without NVTX's headers (compiling.py).
 bool nvtx_listens();
 
 // Lasts from construction to destruction, on one thread. Ranges of a thread are nested.

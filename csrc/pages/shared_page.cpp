@@ -11,7 +11,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
@@ -204,21 +203,6 @@ std::vector<std::string> shared_pages(int32_t pid) {
   }
   std::ranges::sort(found);
   return found;
-}
-
-bool has_process(const std::string& path) {
-  return stat_of(std::to_string(pid_in(path))).state != 0;
-}
-
-bool left_for(const std::string& path, std::chrono::seconds time) {
-  struct stat of{};
-  if (stat(path.c_str(), &of) != 0) return false;
-  const bool seen_before = (of.st_mode & S_IWUSR) == 0;
-  if (!seen_before) {
-    chmod(path.c_str(), S_IRUSR);
-    utimensat(AT_FDCWD, path.c_str(), nullptr, 0);  // it was changed just now
-  }
-  return seen_before && std::time(nullptr) - of.st_mtime > time.count();
 }
 
 void remove_own_pages() {

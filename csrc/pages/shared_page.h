@@ -1,7 +1,6 @@
 // Memory that other processes of the same user can read, even when its owner is stopped, stuck or gone.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -57,9 +56,5 @@ std::vector<std::string> shared_pages(int32_t pid = 0);
 // Removes this process's pages. For a process that ends without running its exit handlers.
 void remove_own_pages();
 void remove_page(const std::string& path);
-// Whether there is a process of the number that is in the page's name: its owner, or a later one.
-bool has_process(const std::string& path);
-// Whether this was asked before, and then for the first time so long ago, of a page whose owner is gone.
-bool left_for(const std::string& path, std::chrono::seconds time);
 
 }  // namespace fastddp

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstring>
 #include <iterator>
+#include <map>
+#include <set>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "pages/layout.h"
@@ -151,10 +153,31 @@ Life life_of_owner(const std::string& path) {
   }
 }
 
+namespace {
+
+// 0: it has not said, or nobody knows.
+uint64_t job_of(const std::string& path) {
+  try {
+    return read_page(path).job;
+  } catch (const std::runtime_error&) {
+    return 0;
+  }
+}
+
+}  // namespace
+
 void remove_left_pages() {
+  std::set<uint64_t> running;
+  std::map<std::string, uint64_t> left;
   for (const auto& path : shared_pages()) {
-    if (has_process(path)) continue;  // pages of those that run are not read
-    if (life_of_owner(path) == Life::gone && left_for(path, std::chrono::hours(1))) remove_page(path);
+    if (life_of_owner(path) == Life::gone) {
+      left[path] = job_of(path);
+    } else {
+      running.insert(job_of(path));
+    }
+  }
+  for (const auto& [path, job] : left) {
+    if (job == 0 || !running.contains(job)) remove_page(path);
   }
 }
 

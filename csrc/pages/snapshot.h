@@ -141,7 +141,7 @@ Snapshot read_page(const std::byte* data, size_t bytes, const std::string& path)
 // Of the process that has written a page of any version; unknown, if it is no page. The beginning of a page never changes.
 Life life_of_owner(const std::string& path);
 
-// Removes pages of processes that are gone, an hour after somebody has found them there.
+// Removes pages of processes that are gone, but for those of a job that has others here: they say what a rank did last.
 void remove_left_pages();
 
 }  // namespace fastddp

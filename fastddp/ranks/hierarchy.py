@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -69,7 +70,7 @@ def find_hierarchy(
 
     A collective: all ranks of ``process_group`` call it together. With ``"node"`` they tell each other once where they
     are. New groups are made once, and kept for as long as torch keeps ``process_group``. ``device``: where tensors must
-    live for collectives.
+    live for collectives. Where there is one level, the first of several ranks warns that the argument changes nothing.
 
     Raises:
         ValueError: nodes have different numbers of ranks; a mesh has other ranks than ``process_group``; or the
@@ -79,8 +80,16 @@ def find_hierarchy(
     if hierarchy is None:
         return None
     if isinstance(hierarchy, DeviceMesh):
-        return _of_mesh(hierarchy, process_group, device)
-    return _of_nodes(_ranks_by_node(process_group, device), process_group, device)
+        levels = _of_mesh(hierarchy, process_group, device)
+    else:
+        levels = _of_nodes(_ranks_by_node(process_group, device), process_group, device)
+    if levels is None and process_group.size() > 1 and process_group.rank() == 0:
+        warnings.warn(
+            f"{describe_hierarchy(hierarchy)} changes nothing here: it takes several nodes with several ranks each, "
+            f"and the {process_group.size()} ranks are all on one node, or one on each.",
+            stacklevel=2,
+        )
+    return levels
 
 
 @once_a_group

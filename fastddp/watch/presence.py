@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from fastddp._build_info import version
+from fastddp._version import __version__
 from fastddp.exchange.in_force import InForce
 from fastddp.watch.options import Watch
 
@@ -65,7 +65,7 @@ def _line(now: InForce, watch: Watch, hook: Callable[..., object] | None) -> str
     faults = ("stalls", watch.stall), ("corruption", watch.corruption), ("replicas that differ", watch.audit_every)
     return ", ".join(
         [
-            f"version {version} in place of torch's DDP: {_ranks(now.process_group.size())} over {backend}",
+            f"version {__version__} in place of torch's DDP: {_ranks(now.process_group.size())} over {backend}",
             f"{len(setting.parameters)} gradients ({megabytes:.1f} MiB) in {_count(len(setting.plan), 'bucket')}",
             *([] if hook is None else [f"hook {hook.__name__}"]),
             f"watching for {' and '.join(fault for fault, choice in faults if choice is not None) or 'nothing'}",

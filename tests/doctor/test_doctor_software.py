@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def test_what_is_installed_here_fits() -> None:
     lines = INSTALLED.lines()
     assert lines["torch"].startswith(f"{torch.__version__}, ")
     assert lines["fastddp"] == fastddp.__version__
-    assert lines["fastddp._C"].startswith("built for torch ")
+    assert lines["fastddp._C"].startswith("compiled for torch ")
     assert "no use" not in lines["fastddp._C"]
     assert [finding for finding in software.findings(INSTALLED) if finding.level == "wrong"] == []
 
@@ -35,52 +36,60 @@ def test_what_is_installed_here_fits() -> None:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(PACKAGE, folder / "fastddp", ignore=shutil.ignore_patterns("__pycache__"))
-    if not (folder / "fastddp" / "kernels").exists():  # installed in place
-        shutil.copytree(PACKAGE.parent / "kernels", folder / "fastddp" / "kernels")
+    for name in ("kernels", "csrc"):
+        if not (folder / "fastddp" / name).exists():  # installed in place
+            shutil.copytree(PACKAGE.parent / name, folder / "fastddp" / name)
     shutil.copy(COMMAND, folder)
     return folder
 
 
-def run_python(code: str, *arguments: str) -> tuple[int, str, str]:
+def run_python(code: str, *arguments: str, **variables: str) -> tuple[int, str, str]:
     # What is installed in place would be found for what the copy lacks.
     code = f"import sys; sys.meta_path = [finder for finder in sys.meta_path if 'Editable' not in repr(finder)]; {code}"
-    ended = subprocess.run([sys.executable, "-P", "-c", code, *arguments], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
     return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.mark.tier("slow")
 @pytest.mark.parametrize(
-    ("pattern", "content", "words"),
+    ("content", "words"),
     [
-        ("_build_info.py", b"torch_version = '2.99.0'\n", "built for torch 2.99.0, but"),
-        ("_C*.so", b"not a library", "fastddp._C does not import: "),
+        (None, "It cannot be loaded: it has been compiled for torch 0.9 alone. Run `python -m fastddp build`"),
+        (b"not a library", "It cannot be loaded: what is in "),
     ],
 )
 def test_an_extension_that_is_of_no_use_is_wrong_and_the_rest_is_checked(
-    copy: Path, pattern: str, content: bytes, words: str
+    copy: Path, content: bytes | None, words: str, tmp_path: Path
 ) -> None:
-    (file,) = (copy / "fastddp").glob(pattern)
+    (file,) = (copy / "fastddp" / "extension").glob("torch-*/_C*.so")
     before = file.read_bytes()
-    file.unlink()
-    file.write_bytes(content)
+    if content is None:
+        file.parent.rename(file.parent.with_name("torch-0.9-of-old"))
+    else:
+        file.unlink()
+        file.write_bytes(content)
+    alone = {"XDG_CACHE_HOME": str(tmp_path), "CXX": "no-compiler"}
     status, out, errors = run_python(
-        f"sys.path.insert(0, {str(copy)!r}); from fastddp_command import main; main()", "doctor"
+        f"sys.path.insert(0, {str(copy)!r}); from fastddp_command import main; main()", "doctor", **alone
     )
     out = " ".join(out.split())
-    imported = run_python(f"sys.path.insert(0, {str(copy)!r}); import fastddp")
-    file.write_bytes(before)
+    imported = run_python(f"sys.path.insert(0, {str(copy)!r}); import fastddp", **alone)
+    if content is None:
+        file.parent.with_name("torch-0.9-of-old").rename(file.parent)
+    else:
+        file.write_bytes(before)
     assert (status, errors) == (1, "")
     assert "WRONG fastddp._C: " in out
     assert words in out
-    assert "pip install --no-build-isolation" in out
+    assert "python -m fastddp build" in out
     assert "Kernels" not in out
-    assert "ImportError" in imported[2]  # everywhere else it is an error as ever
+    assert "there is no C++ compiler (no-compiler)" in imported[2]  # everywhere else it is an error
 
 
 def test_help_and_ps_do_without_torch() -> None:
     code = """
 import sys
-sys.modules["torch"] = sys.modules["numpy"] = None
 from fastddp_command import main
 for arguments in ("--help", "doctor --help", "ps", "ps --json", "trace --help", "explain", "explain FD010"):
     sys.argv[1:] = arguments.split()
@@ -88,6 +97,7 @@ for arguments in ("--help", "doctor --help", "ps", "ps --json", "trace --help", 
         main()
     except SystemExit as ended:
         assert not ended.code, arguments
+assert not {"torch", "numpy"} & sys.modules.keys()
 """
     ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -118,7 +128,7 @@ WITHOUT_TRITON = replace(FITS, triton=None, triton_problem="Triton does not impo
         (FITS, ["H100"], []),
         (WITHOUT_TRITON, ["H100"], [("wrong", "Triton")]),
         (WITHOUT_TRITON, [], [("remark", "Triton")]),
-        (replace(FITS, misfit="It was built for torch 2.12."), [], [("wrong", "fastddp._C")]),
+        (replace(FITS, misfit="It cannot be loaded."), [], [("wrong", "fastddp._C")]),
         (replace(FITS, driver="580.95.05"), [], [("wrong", "torch")]),
         (FITS, ["H100", "A100"], [("wrong", "GPUs")]),
     ],

@@ -46,7 +46,7 @@ def test_alone_it_says_what_is_there(tmp_path: Path) -> None:
     out = " ".join(ended.stdout.split())
     for told in (
         f"torch │ {torch.__version__}",
-        "fastddp._C │ built for torch 2.",
+        "fastddp._C │ compiled for torch 2.",
         "no NVIDIA driver",
         "nvidia-smi topo -m",
         "nccl-tests",

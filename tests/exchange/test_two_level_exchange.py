@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -150,11 +151,18 @@ def test_ranks_of_one_machine_or_of_one_launcher_share_a_node(
     """``expected``: by rank those of its node and those in its place of each; or an error."""
     told = zip(("GROUP_RANK", "LOCAL_WORLD_SIZE"), map(str, launcher[rank]), strict=True) if launcher else ()
     fails = pytest.raises(ValueError, match=expected) if isinstance(expected, str) else contextlib.nullcontext()
-    with mock.patch.dict("os.environ", dict(told)), on_machines(rank, machines), fails:
+    with (
+        warnings.catch_warnings(record=True, action="always") as said,
+        mock.patch.dict("os.environ", dict(told)),
+        on_machines(rank, machines),
+        fails,
+    ):
         hierarchy, again = (find_hierarchy("node", dist.group.WORLD, torch.device("cpu")) for _ in range(2))
         assert hierarchy is again  # made once
         groups = None if hierarchy is None else (hierarchy.node, hierarchy.between)
         assert expected[rank] == (groups and tuple(map(dist.get_process_group_ranks, groups)))
+    useless = ["hierarchy='node' changes nothing here" in str(one.message) for one in said]
+    assert sum(useless) == (2 if expected == [None] * 4 and rank == 0 else 0)
 
 
 @on_ranks(4)

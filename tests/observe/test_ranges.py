@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastddp._build_info import nvtx_headers
 from torch import nn
 
 import fastddp
-from fastddp import _build_info
 from hooks_by_name import register
 from on_ranks import on_ranks
 from repository import TESTS
@@ -93,10 +93,10 @@ dist.destroy_process_group()
 
 
 @pytest.mark.tier("nightly")
-@pytest.mark.skipif(not _build_info.nvtx_headers, reason="the extension was compiled without NVTX's headers")
+@pytest.mark.skipif(not nvtx_headers, reason="the extension was compiled without NVTX's headers")
 def test_a_tool_that_listens_to_nvtx_hears_the_same_names(tmp_path: Path) -> None:
     tool, log = tmp_path / "tool.so", tmp_path / "log"
-    headers = [f"-I{folder}" for folder in _build_info.nvtx_headers]
+    headers = [f"-I{folder}" for folder in nvtx_headers]
     subprocess.run(["g++", "-shared", "-fPIC", *headers, "-o", tool, TESTS / "support" / "nvtx_tool.cpp"], check=True)
     environment = {**os.environ, "NVTX_INJECTION64_PATH": str(tool), "FASTDDP_NVTX_LOG": str(log)}
     subprocess.run([sys.executable, "-W", "ignore", "-c", TRAIN], check=True, env=environment)

@@ -42,6 +42,9 @@ def test_the_demo_shows_what_is_so(tmp_path: Path) -> None:
     assert 0.25 < eight["bytes_a_step"] / fastddp["bytes_a_step"] < 0.28
     assert eight["losses"] != fastddp["losses"]
     assert eight["losses"][-1] == pytest.approx(fastddp["losses"][-1], rel=0.05)
+    # Bars and the table below tell the same speed.
+    for of_contestant in (fastddp, torch):
+        assert ended.stdout.count(f"{of_contestant['tokens_a_second']:,.0f}") == 2
     # Each part says where to read on.
     pages = [line.split()[1].rstrip(":") for line in ended.stdout.splitlines() if line.startswith("→")]
     assert pages == ["docs/differences.md", "docs/watch.md", "docs/compression.md"]

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
-import sysconfig
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils import cpp_extension
 
+import fastddp
 from fastddp import _C
+from fastddp.extension.compiling import find_torch
 from repository import ROOT
 
 CSRC = ROOT / "csrc"
 
 
 def compiled_objects() -> dict[Path, Path]:
-    """By unit (setup.py), a file that includes sources of csrc/: the object that the build in place has made of it."""
-    objects = ROOT / "build" / f"objects-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
-    units = {*(ROOT / "build" / "units").glob("*.cpp")} - {ROOT / "build" / "units" / "pages.cpp"}  # of another library
-    return {unit: objects / "build" / "units" / f"{unit.stem}.o" for unit in units}
+    """By unit, a file that includes sources of csrc/: the object that the build in place has made (compiling.py)."""
+    torch = find_torch()
+    assert torch is not None
+    folder = ROOT / "build" / f"{torch.folder_name}-{torch.version}"
+    return {unit: unit.with_suffix(".o") for unit in folder.glob("unit_*.cpp")}
 
 
 def load_with_fastddp(source: Path, folder: Path) -> Path:
@@ -28,7 +29,7 @@ def load_with_fastddp(source: Path, folder: Path) -> Path:
 
     It is linked with the objects of fastddp._C, whose functions that library keeps to itself.
     """
-    objects = [path for unit, path in compiled_objects().items() if unit.stem != "bindings"]
+    objects = [path for unit, path in compiled_objects().items() if unit.stem != "unit_bindings"]
     cpp_extension.load(
         source.stem,
         [str(source)],
@@ -53,12 +54,16 @@ def import_library(library: Path) -> Any:
 
 def link_package(folder: Path) -> Path:
     """Make ``folder/fastddp``, without its extension; returns where that one belongs."""
-    package = folder / "fastddp"
-    package.mkdir(parents=True)
-    installed = Path(_C.__file__).parent  # with the record of the torch that it was built for
-    for path in installed.iterdir():
-        is_package = (path / "__init__.py").exists() and path.name != "kernels"
-        if path.suffix == ".py" or path.name.startswith("_pages.") or is_package:
+    package, extension = folder / "fastddp", Path(_C.__file__)
+    compiled = package / "extension" / extension.parent.name
+    compiled.mkdir(parents=True)
+    for path in Path(fastddp.__file__).parent.iterdir():
+        if path.name not in ("extension", "kernels", "csrc", "__pycache__"):
             (package / path.name).symlink_to(path)
-    (package / "kernels").symlink_to(ROOT / "kernels")
-    return package / Path(_C.__file__).name
+    for path in [*(Path(fastddp.__file__).parent / "extension").glob("*.py")]:
+        (package / "extension" / path.name).symlink_to(path)
+    for path in {*extension.parent.iterdir()} - {extension}:
+        (compiled / path.name).symlink_to(path)
+    for name in ("kernels", "csrc"):
+        (package / name).symlink_to(ROOT / name)
+    return compiled / extension.name

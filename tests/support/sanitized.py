@@ -107,7 +107,7 @@ def _recipe() -> str:
 def _library(name: str, sources: list[Path]) -> list[str]:
     lines, objects = [], []
     for source in sources:
-        # Each by itself, not in units as setup.py does: so every file includes what it needs.
+        # Each by itself, not in units: so every file includes what it needs.
         objects.append(f"{name}-objects/{source.parent.name}-{source.stem}.o")
         lines += [f"build {objects[-1]}: compile {source}", f"  name = {name}"]
     return [*lines, f"build {name}.so: link {' '.join(objects)}"]

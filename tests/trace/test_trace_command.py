@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 import trace_reports
 from fastddp.tools.commands import app
+from fastddp.tools.trace import page
 from fastddp.tools.trace.as_json import NotAReport, read_json, write_json
 from fastddp.tools.trace.reading import read_reports
 from trace_files import small
@@ -55,14 +57,28 @@ def test_it_writes_a_page_a_picture_and_reports_that_it_reads_again(tmp_path: Pa
     assert "A step of “fastddp (3)” takes" in output
 
 
-@pytest.mark.parametrize("folder", [".", "out/", "out/.", "out/.."])
-def test_into_a_folder_go_files_of_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+OWN_NAME = "fastddp-trace"
+
+
+@pytest.mark.parametrize(
+    ("output", "folder", "name"),
+    [
+        *((folder, folder, OWN_NAME) for folder in (".", "out", "out/", "out/.", "out/..", "new/", "new/deeper/.")),
+        ("new/step", "new", "step"),
+        ("step.html", ".", "step"),
+        ("step.pdf", ".", "step.pdf"),  # not a suffix of what is written
+    ],
+)
+def test_files_go_where_output_says_into_folders_that_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, folder: str, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     write_json(tmp_path / "out" / "report", [trace_reports.empty()])
-    run("out/report", "--output", folder)
+    said = run("out/report", "--output", output)
     written = {path.name for path in (tmp_path / folder).iterdir()} - {"out", "report"}
-    assert written == {f"fastddp-trace{suffix}" for suffix in (".html", ".json", ".png")}
+    assert written == {f"{name}{suffix}" for suffix in (".html", ".json", ".png")}
+    assert all(str(Path(folder) / file) in said for file in written)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +88,20 @@ def test_into_a_folder_go_files_of_its_own_name(tmp_path: Path, monkeypatch: pyt
         (["other.json"], "other.json is JSON, but no trace"),
         (["empty"], "empty has no trace: no file that ends in .json, .json.gz, .sqlite, .nsys-rep."),
         ([RECORDED / "rank0.json.gz", RECORDED / "rank0.json.gz"], "are both of rank 0. Name one file a rank, and"),
-        ([RECORDED, "--output", "no/where"], "where.html cannot be written: No such file"),
         ([RECORDED, "--output", ""], "--output is empty."),
+        # Before anything is read.
+        (["missing.json", "--output", "other.json/"], "other.json/fastddp-trace.html cannot be written: Not a dir"),
+        (["missing.json", "--output", "other.json/a/b"], "b.html cannot be written: Not a directory. Give another --"),
+        (
+            ["missing.json", "--output", "page"],
+            "page.html cannot be written: Is a directory. Give another --output, or",
+        ),
+        (["missing.json", "--output", "/proc/new/step"], "/proc/new/step.html cannot be written: "),
+        (["missing.json", "--output", "x" * 300], "html cannot be written: File name too long"),
+        (
+            ["missing.json", "--output", "other"],
+            "other.json is there, and no report of this command: it would be lost.",
+        ),
         (["old.json"], "old.json holds a report of version 0"),
         ([], "Missing argument 'PATH...'"),
     ],
@@ -85,9 +113,22 @@ def test_bad_input_is_an_error_that_names_it(
     Path("other.json").write_text("{}")
     Path("old.json").write_text('{"format": "fastddp trace", "version": 0}')
     Path("empty").mkdir()
+    Path("page.html").mkdir()
+    before = sorted(tmp_path.rglob("*"))
     output = run(*arguments, code=2)
     assert message in output
-    assert (HEADLINE in output) == ("cannot be written" in message)  # what was found is not lost
+    assert HEADLINE not in output
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_was_found_is_printed_though_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_page(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(page, "write_page", write_page)
+    output = run(RECORDED, "--output", tmp_path / "step", code=2)
+    assert "step.html cannot be written: No space left on device." in output
+    assert HEADLINE in output
 
 
 def test_a_warning_stands_before_anything_else_everywhere(tmp_path: Path) -> None:

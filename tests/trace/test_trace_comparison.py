@@ -13,7 +13,7 @@ import trace_reports
 from fastddp.times.split import Split
 from fastddp.tools.trace.comparison import compare, for_screen
 from fastddp.tools.trace.grids import Column, Grid, as_change, rank_grid
-from fastddp.tools.trace.report import CollectiveReport, Report
+from fastddp.tools.trace.report import CollectiveReport, Interval, Report
 from fastddp.tools.trace.wording import headline, percent, printable
 
 
@@ -75,6 +75,29 @@ def test_a_difference_as_small_as_that_between_steps_is_called_so() -> None:
     assert "1.01 of the 100 ms of “before”, which is no more than steps of one run differ" in change.headline
     (change,) = compare([BEFORE, replace(BEFORE, name="again")]).changes
     assert change.sentences == ("60 % of communication is hidden behind compute, instead of 60 %.",)
+
+
+@pytest.mark.parametrize(
+    ("compute", "exposed", "packing", "says_other"),
+    [
+        (31, 23, 0, True),  # the other way: the run of which the step is longer is the first
+        (52.3, 21.1, 0, True),
+        (52.3, 21.1, 7, False),
+        (45, 28.4, 0, False),
+    ],
+)
+def test_a_difference_that_is_mostly_other_compute_is_not_put_down_to_ddp(
+    compute: float, exposed: float, packing: float, says_other: bool
+) -> None:
+    after = run("after", Split(compute, 30, exposed, idle=10))
+    packed = tuple(
+        replace(one, intervals=(*one.intervals, Interval(0, 0.0, packing, "pack", "fastddp.pack")))
+        for one in after.timelines
+    )
+    (change,) = compare([BEFORE, replace(after, timelines=packed)]).changes
+    assert ("That says nothing about DDP." in change.headline) == says_other
+    if says_other:
+        assert f"Compute outside of DDP changed by {'+12.3' if compute > 40 else '−9.00'} ms" in change.headline
 
 
 def test_runs_without_steps_communication_or_buckets_can_be_compared() -> None:

@@ -265,17 +265,17 @@ def test_a_page_is_removed_only_if_its_owner_is_still_gone(page: _C.Progress) ->
 
 
 @needs_shared_memory
-def test_a_page_of_a_process_that_is_gone_goes_an_hour_after_somebody_has_found_it(page: _C.Progress) -> None:
-    owner = "import os, signal; from fastddp import _C; page = _C.Progress(['w'], 1, 2); print(page.path, flush=True); "
-    killed = subprocess.run([sys.executable, "-P", "-c", owner + "os.kill(os.getpid(), signal.SIGKILL)"], stdout=-1)
-    left = Path(killed.stdout.decode().strip())
-    os.utime(page.path, (0, 0))
-    # First somebody finds it, however old it is.
-    for found, stays in ((0, True), (time.time() - 3500, True), (time.time() - 3700, False)):
-        os.utime(left, (found, found))
-        _pages.remove_left_pages()
-        assert left.exists() == stays
+def test_the_next_process_removes_what_killed_ones_have_left_but_of_jobs_that_go_on(page: _C.Progress) -> None:
+    page.belongs_to(41, "train.py")
+    left = {}
+    for job in (0, 41, 42):
+        code = f"page = _C.Progress(['w'], 1, 2); page.belongs_to({job}); print(page.path, flush=True)"
+        code = f"from fastddp import _C; {code}; import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+        left[job] = Path(subprocess.run([sys.executable, "-P", "-c", code], stdout=-1, text=True).stdout.strip())
+    _pages.remove_left_pages()
+    assert {job: path.exists() for job, path in left.items()} == {0: False, 41: True, 42: False}
     assert Path(page.path).exists()
+    left[41].unlink()
 
 
 @needs_shared_memory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 from collections.abc import Mapping
@@ -12,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fastddp import _build_check
+from fastddp.extension.building import load
+from fastddp.extension.choosing import candidates, torch_of
+from fastddp.extension.compiling import find_torch
 from fastddp.ranks.listing import ranks
 from fastddp.tools.doctor.findings import Finding, remark, wrong
 
@@ -30,7 +31,7 @@ class Software:
     triton: str | None
     triton_problem: str | None  # why it does not import, or cannot be used
     fastddp: str | None
-    built_for: str | None  # the torch that fastddp._C was built for
+    built_for: str | None  # the torch that fastddp._C was compiled for
     misfit: str | None  # why fastddp._C is of no use
     driver: str  # empty: none, or it does not answer
     gpus: tuple[str, ...] = ()  # that torch sees, by name
@@ -38,7 +39,7 @@ class Software:
 
     def lines(self) -> dict[str, str]:
         """What to show: name → version or what it lacks."""
-        extension = "not built" if self.built_for is None else f"built for torch {self.built_for}"
+        extension = _in_words(self.built_for)
         if self.misfit is not None and self.built_for is not None:
             extension += ", of no use here"
         return {
@@ -95,10 +96,12 @@ def _gpus() -> tuple[tuple[str, ...], str]:
 
 
 def versions() -> str:
-    """What ``fastddp --version`` prints, without the extension: it may not fit."""
-    built_for = _built_for()
-    extension = "not built" if built_for is None else f"built for torch {built_for}"
-    return f"fastddp {_version_of('fastddp') or 'not installed'}, fastddp._C {extension}"
+    """What ``fastddp --version`` prints, without loading the extension."""
+    return f"fastddp {_version_of('fastddp') or 'not installed'}, fastddp._C {_in_words(_built_for())}"
+
+
+def _in_words(built_for: str | None) -> str:
+    return "not compiled for this torch" if built_for is None else f"compiled for torch {built_for}"
 
 
 def _version_of(distribution: str) -> str | None:
@@ -125,20 +128,16 @@ def _triton() -> tuple[str | None, str | None]:
 
 def _misfit() -> str | None:
     """Why ``fastddp._C`` is of no use."""
-    misfit = _build_check.misfit()
-    if misfit is None:
-        try:
-            importlib.import_module("fastddp._C")
-        except ImportError as error:
-            misfit = f"fastddp._C does not import: {str(error).rstrip('.')}."
-    return misfit
+    torch_here = find_torch()
+    why = "this Python has no torch" if torch_here is None else load(torch_here)
+    return f"It cannot be loaded: {why}." if why else None
 
 
 def _built_for() -> str | None:
-    """The torch that setup.py has recorded; None: nothing is built."""
-    if importlib.util.find_spec("fastddp._C") is None or importlib.util.find_spec("fastddp._build_info") is None:
-        return None
-    return str(importlib.import_module("fastddp._build_info").torch_version)
+    """The torch that the extension was compiled for; None: there is none for the torch of this Python."""
+    torch_here = find_torch()
+    folder = None if torch_here is None else next(candidates(torch_here), None)
+    return None if folder is None else torch_of(folder)
 
 
 def findings(software: Software) -> list[Finding]:
@@ -153,7 +152,8 @@ def findings(software: Software) -> list[Finding]:
         what = f"They are of different kinds ({', '.join(software.gpus)}): each step waits for the slowest."
         found.append(wrong("GPUs", what, "Choose GPUs of one kind with CUDA_VISIBLE_DEVICES."))
     if software.misfit is not None:
-        found.append(wrong("fastddp._C", software.misfit, _build_check.REBUILD))
+        remedy = "Run `python -m fastddp build` where there is a compiler: it is compiled, or says what is missing."
+        found.append(wrong("fastddp._C", software.misfit, remedy))
     if software.triton_problem is not None and software.gpus:
         install = "pip install triton, in the version that this torch names (pip show torch)."
         found.append(wrong("Triton", f"{software.triton_problem} GPUs need it.", install))

@@ -43,16 +43,17 @@ def ps(
     Exit status: 0; 1 if a PID has no status file, or if fastddp's extension cannot be imported; 2 for wrong usage.
     """
     try:
-        from fastddp import _pages
         from fastddp.tools.ps import live
     except ImportError as error:
-        raise _refuse(f"what ranks say is read by fastddp's extension, which cannot be imported. {error}") from None
+        raise _refuse(
+            f"what ranks say is read by fastddp's extension, which cannot be imported. {error}. "
+            "Run: python -m fastddp build"
+        ) from None
     from rich.console import Console
 
     from fastddp.tools.ps import printing
 
     chosen = pids or []
-    _pages.remove_left_pages()  # of processes that are gone, an hour after somebody has found them there
     node = live.look(chosen)
     found = {of.pid for of in node.ranks} | {of.pid for of in node.unreadable}
     if strangers := [pid for pid in dict.fromkeys(chosen) if pid not in found]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from statistics import fmean
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -176,10 +177,31 @@ COLLECTIVE_COLUMNS: tuple[ComparedColumn, ...] = (
 def _comparing_headline(before: Report, after: Report) -> str:
     old, new = before.split.step, after.split.step
     ratio = f"{new / old:.2f} of the " if old else "not the "
+    step = f"A step of “{printable(after.name)}” takes {ms(new)}, {ratio}{ms(old)} of “{printable(before.name)}”"
+    if doubt := _doubt(before, after):
+        return f"{step}{doubt}."
+    return f"{step}.{_other_work(before, after)}"
+
+
+def _other_work(before: Report, after: Report) -> str:
+    """A sentence, if at least half of the difference is compute that is not the wrapper's."""
+    difference = after.split.step - before.split.step
+    other = _other_compute(after) - _other_compute(before)
+    if before.split.step == 0 or difference == 0 or other / difference < 0.5:
+        return ""
     return (
-        f"A step of “{printable(after.name)}” takes {ms(new)}, {ratio}{ms(old)} of “{printable(before.name)}”"
-        f"{_doubt(before, after)}."
+        f" Compute outside of DDP changed by {in_words(other)}: the model, the optimizer, or who else used the cores. "
+        "That says nothing about DDP."
     )
+
+
+def _other_compute(report: Report) -> float:
+    """Ms a step. What is packed is drawn in timelines alone."""
+    packed = [
+        sum(interval.end - interval.start for interval in timeline.intervals if interval.what in ("pack", "unpack"))
+        for timeline in report.timelines
+    ]
+    return report.split.compute + report.split.overlapped - (fmean(packed) if packed else 0.0)
 
 
 def _what_changed(before: Report, after: Report) -> Iterator[str]:
