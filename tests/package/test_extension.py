@@ -244,6 +244,20 @@ def test_a_torch_that_is_too_old_is_named_before_anything_is_compiled(tmp_path: 
         compiling.check(Torch(tmp_path, "2.10.0", ""))
 
 
+@pytest.mark.parametrize(("version", "words"), [(None, "which is missing in"), ("70.1.0", "which is 70.1.0 in")])
+def test_an_environment_whose_setuptools_is_of_no_use_is_one_line(
+    tmp_path: Path, version: str | None, words: str
+) -> None:
+    if version is not None:
+        (tmp_path / "setuptools.py").write_text(f"__version__ = {version!r}\n")
+    backend = ROOT / "fastddp" / "extension" / "backend.py"
+    command = [sys.executable, "-S", str(backend)]  # without packages
+    ended = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, text=True, capture_output=True)
+    assert ended.returncode == 1
+    assert words in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
 def _torch() -> Torch:
     torch = compiling.find_torch()
     assert torch is not None
