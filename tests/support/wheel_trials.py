@@ -22,6 +22,10 @@ from typing import Any
 
 from repository import ROOT, TESTS
 
+sys.path.append(str(ROOT))  # where bench is
+
+from bench.harness import commit_of_this_copy, write_json
+
 ABOUT = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
 PIP = ("-m", "pip", "--disable-pip-version-check")
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", TESTS / "support" / "one_step.py")
@@ -69,12 +73,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="written after each trial")
     parser.add_argument("pythons", metavar="PYTHON", type=Path, nargs="+", help="of an environment that has torch")
     arguments = parser.parse_args()
-    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
+    commit, _ = commit_of_this_copy()
     rows: list[dict[str, Any]] = []
     for python in arguments.pythons:
         rows.append(trial(python.absolute(), commit))
         print(rows[-1], flush=True)
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":
