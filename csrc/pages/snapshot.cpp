@@ -4,11 +4,11 @@
 #include <array>
 #include <cstring>
 #include <iterator>
-#include <map>
 #include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "pages/layout.h"
 
@@ -167,16 +167,15 @@ uint64_t job_of(const std::string& path) {
 }  // namespace
 
 void remove_left_pages() {
+  std::vector<std::string> left;
+  std::vector<std::string> others;
+  for (auto& path : shared_pages()) (life_of_owner(path) == Life::gone ? left : others).push_back(std::move(path));
+  if (left.empty()) return;  // then nobody's page need be read
+
   std::set<uint64_t> running;
-  std::map<std::string, uint64_t> left;
-  for (const auto& path : shared_pages()) {
-    if (life_of_owner(path) == Life::gone) {
-      left[path] = job_of(path);
-    } else {
-      running.insert(job_of(path));
-    }
-  }
-  for (const auto& [path, job] : left) {
+  for (const auto& path : others) running.insert(job_of(path));
+  for (const auto& path : left) {
+    const uint64_t job = job_of(path);
     if (job == 0 || !running.contains(job)) remove_page(path);
   }
 }
