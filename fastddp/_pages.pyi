@@ -40,6 +40,7 @@ class Snapshot:
     rank: int
     ranks: int
     job: int
+    generation: int
     script: str
     names: list[str]
     doing: Doing

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fastddp._C import Lost
+from fastddp.config import check_types
 from fastddp.errors import see
 from fastddp.planning.bucket_plan import BucketPlan
+from fastddp.ranks.backends import check_numbers
+from fastddp.regrouping import agree, change_groups, check_may_regroup, tell
 from fastddp.times.step_report import StepReport
 from fastddp.torch_compat.surface import TorchSurface
 from fastddp.watch.non_finite import NonFinite, blame
 from fastddp.watch.non_finite_module import find_in_next_forward
-from fastddp.watch.slow_ranks import SlowRanks
+from fastddp.watch.stalls import begin_to_watch
 from fastddp.window.grad_norm import measured
 
 
@@ -47,11 +52,7 @@ class Additions(TorchSurface):
             raise ValueError(
                 f"sample_steps(every={every!r}): every is a number of steps, or 0 for none." + see("FD024")
             )
-        next_window = self.reducer.windows() + (self.reducer.state not in ("idle", "finished"))
-        self.reducer.sample_every(every, next_window)
-        self.engine.slow_ranks = None
-        if compare_ranks and every > 0 and self.process_group.size() > 1:
-            self.engine.slow_ranks = SlowRanks(every, next_window, self.process_group, self.device)
+        self.engine.sample_steps(every, compare_ranks)
 
     def step_report(self) -> StepReport | None:
         """Where the time of the last sampled step went. On a device with streams the host waits for that step's end.
@@ -69,6 +70,66 @@ class Additions(TorchSurface):
         slow_ranks, setting = self.engine.slow_ranks, self.engine.now.setting
         history = None if slow_ranks is None else slow_ranks.history
         return StepReport.of(sampled.times(), setting.bucket_ends, history, self.process_group.rank())
+
+    def regroup(self, process_group: dist.ProcessGroup) -> None:
+        """Average over other ranks from the next forward on, in the same process. Not in torch.
+
+        The old group may be dead: nobody waits for it. An open window, or one that has failed, is void: its gradients
+        are removed, and what compression remembers is as before its step. Windows, buckets, sampling, the
+        communication hook with its state and the watches go on. All ranks of ``process_group`` call this together, and
+        first compare models and options. A process that joins wraps its module over a group of its own, registers the
+        same hook, and calls this too: the ranks that were there hand it buckets, windows, PowerSGD's Q and the settings
+        of 8 bits. Parameters, buffers and the optimizer's state are not sent: load them before.
+
+        Args:
+            process_group: the ranks from now on. The group that it had may be given again, if torch has given that
+                other ranks (``ProcessGroup.reconfigure``).
+
+        Raises:
+            RuntimeError: ranks have different models or options: on all of them, with the ranks that differ. Call it
+                again, with ranks that agree. Or it was called inside a backward.
+            TypeError: it is no process group.
+            ValueError: the hook's state names the group that is left; or ``hierarchy`` is a mesh, which has its own
+                ranks.
+        """
+        check_types(self.module, process_group)
+        check_numbers(process_group)
+        engine, before = self.engine, self.process_group
+        stays = process_group is before
+        check_may_regroup(self._recipe, self._comm_hook, before, stays=stays)
+        carried, lost = engine.leave(group_stays=stays)
+        change_groups(before, process_group)
+        sharded = engine.sharded
+        agreed = agree(
+            self._recipe,
+            process_group,
+            self.device,
+            self._number,
+            carried,
+            self._comm_hook and self._comm_hook[1],
+            engine.remembers,
+            ([], False) if sharded is None else (sharded.settings, sharded.has_state),
+        )
+        begin_to_watch(process_group)
+        tell(self._number, agreed.number, process_group.rank(), lost)
+        self.process_group, self._number = process_group, agreed.number
+        self._make_engine(agreed.carried)
+        if sharded is not None:
+            sharded.move(without_state=agreed.without_state)
+            self.engine.shard(sharded)
+
+    def on_lost(self, callback: Callable[[Lost], None]) -> None:
+        """Call back, in place of an error in backward, when a connection to another rank is lost. Not in torch.
+
+        For managers of replicas alone, which refuse the step and then :meth:`regroup`: the window is void, its
+        backward returns, and neither an optimizer nor a forward goes on before that. It holds for all coming groups.
+
+        Args:
+            callback: gets the window's number (from 0), the bucket's (None: what follows the buckets) and the error.
+                It is called inside of backward.
+        """
+        self._on_lost = callback
+        self.reducer.on_lost(callback)
 
     def audit(self, optimizer: Optimizer | None = None, *, buffers: Iterable[str] = ()) -> None:
         """Let the audit (``Watch(audit_every=...)``) compare more than parameters, from the next step on. Not in torch.

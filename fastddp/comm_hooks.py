@@ -225,7 +225,7 @@ def _power_sgd(state: PowerSGDState, batched: bool, wire: torch.dtype | None, of
     state.follow(
         of_model.windows, lambda: power_sgd.elements(of_model.setting()), lambda: power_sgd.allocate(of_model.setting())
     )
-    return PowerSGDSchedule(state, AllReduce(state.process_group, wire), power_sgd, of_model.setting)
+    return PowerSGDSchedule(state, AllReduce(state.process_group, wire), power_sgd, of_model)
 
 
 def int8_compress_hook(

@@ -23,7 +23,7 @@ from fastddp import comm_hooks
 from fastddp._C import Range
 from fastddp.additions import Additions
 from fastddp.config import Config, check_types
-from fastddp.engine import Recipe
+from fastddp.engine import Carried, Recipe
 from fastddp.errors import see
 from fastddp.module.backward import is_inside_backward
 from fastddp.module.buffers import BufferSync
@@ -39,8 +39,10 @@ from fastddp.planning.delayed import Delayed
 from fastddp.planning.pinned_plan import PinnedPlan
 from fastddp.planning.planner import check_planned_hook
 from fastddp.ranks.backends import check_group, check_numbers, default_group
-from fastddp.ranks.hierarchy import HierarchyArgument, check_hierarchy, describe_hierarchy
+from fastddp.ranks.generations import this_process
+from fastddp.ranks.hierarchy import HierarchyArgument, check_hierarchy
 from fastddp.ranks.wire_memory import WireMemory
+from fastddp.regrouping import options_of
 from fastddp.torch_compat.compiling import ActiveModel, CompiledGraphs, call, leave_alone
 from fastddp.torch_compat.job_options import hook_in_force, with_job_options
 from fastddp.torch_compat.optimizer_in_backward import take_over_optimizers
@@ -241,10 +243,10 @@ class DistributedDataParallel(Additions):
 
     # ------------------------------------------------------------------------------------------------- construction
 
-    def _make_engine(self) -> None:
+    def _make_engine(self, carried: Carried | None = None) -> None:
         cls = DistributedDataParallel
         leave_alone(cls.forward, cls._run_ddp_forward, cls._callee)
-        super()._make_engine()
+        super()._make_engine(carried)
 
     def _set_torch_attributes(self, module: nn.Module, dim: int, batched_grad_copy: bool) -> None:
         """Set the attributes that frameworks and torch's inherited methods read."""
@@ -288,16 +290,16 @@ class DistributedDataParallel(Additions):
         """Compare the ranks' models, number this model, and broadcast rank 0's values."""
         recipe = self._recipe
         tensors: list[tuple[str, Tensor]] = []
-        number, is_agreed = next_number(self.process_group), False
+        number, is_agreed, members = next_number(self.process_group), False, []
         if recipe.config.init_sync:
             tensors = replicated_tensors(self.module, self.parameters_to_ignore, recipe.config.init_sync_buffers)
         if tensors or recipe.pinned_plan.rows or recipe.hierarchy is not None:
-            hierarchy = describe_hierarchy(recipe.hierarchy)
-            number = verify_replicas(
-                tensors, self.process_group, self.device, recipe.pinned_plan.rows, hierarchy, number=number
+            numbers = [number, this_process()]
+            told = verify_replicas(
+                tensors, self.process_group, self.device, recipe.pinned_plan.rows, options_of(recipe), numbers
             )
-            is_agreed = True
-        taken = take_number(self.process_group, number, is_agreed)
+            number, is_agreed, members = max(row[0] for row in told), True, [row[1] for row in told]
+        taken = take_number(self.process_group, number, is_agreed, members=tuple(members))
         if recipe.pinned_plan.problem is not None:
             raise recipe.pinned_plan.problem
         check_dense(tensors)
@@ -352,6 +354,7 @@ class DistributedDataParallel(Additions):
     def _begin(self, synchronises: bool, grad_enabled: bool) -> None:
         """Do what comes before the module runs, and check that it may run."""
         engine = self.engine
+        engine.check_here()
         if engine.sharded is not None:
             engine.sharded.check_parameters()
         if synchronises:

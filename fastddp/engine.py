@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import nn
 
 from fastddp import _C, comm_hooks
 from fastddp.config import Config
+from fastddp.errors import see
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, check_wire
 from fastddp.exchange.in_force import InForce
 from fastddp.exchange.of_model import OfModel
@@ -32,6 +33,7 @@ from fastddp.ranks.agreement import divides_first
 from fastddp.ranks.hierarchy import HierarchyArgument, find_hierarchy
 from fastddp.ranks.lanes import lanes_pay
 from fastddp.ranks.placement import reads_pay
+from fastddp.ranks.together import models
 from fastddp.ranks.wire_memory import wire_memory_of
 from fastddp.watch.audit import Audit
 from fastddp.watch.audited_tensors import AuditedTensors
@@ -70,10 +72,35 @@ class Recipe:
         return plan(like, self.config.bucket_caps, order)
 
 
+@dataclass(frozen=True)
+class Carried:
+    """What an engine leaves to the next, in another group of ranks. The newest of its ranks hands most of it to all."""
+
+    parameters: int  # how many
+    learned: list[int]  # what is known of windows: _C.Reducer.learned()
+    plan: Buckets
+    has_rebuilt_buckets: bool
+    places: tuple[bool, ...]  # of buckets: the attributes of InForce that are PLACES
+    plans_left: int  # with bucket_cap_mb="auto"
+    sampling: tuple[int, bool]  # the arguments of sample_steps()
+
+    PLACES: ClassVar[tuple[str, ...]] = ("several_lanes", "reads_pay", "lanes_were_measured", "divide_in_collective")
+
+
 class _Sharded(Protocol):
     """A sharded optimizer: :class:`fastddp.sharding.parts.Parts`, which explains these."""
 
     optimizer: Callable[[], object]
+
+    @property
+    def settings(self) -> list[str]: ...
+
+    @property
+    def has_state(self) -> bool: ...
+
+    def leave(self) -> None: ...
+
+    def move(self, *, without_state: bool) -> None: ...
 
     def check_parameters(self) -> None: ...
 
@@ -88,7 +115,8 @@ class Engine:
     """Reducer, setting, schedule, exchange and watchers of one model.
 
     ``make_reducer`` is the class of its reducer, and ``note_error`` is told of missing gradients. A ``hook`` that is
-    registered comes with its state. ``audited`` is what ``audit_every`` compares; None: the parameters.
+    registered comes with its state. ``audited`` is what ``audit_every`` compares; None: the parameters. ``carried`` is
+    of the engine before.
     """
 
     def __init__(
@@ -100,10 +128,13 @@ class Engine:
         note_error: Callable[[str], None],
         hook: tuple[object, Callable[..., Any]] | None = None,
         audited: AuditedTensors | None = None,
+        carried: Carried | None = None,
     ) -> None:
         self.recipe = recipe
-        self.has_rebuilt_buckets = False
+        self.has_rebuilt_buckets = carried is not None and carried.has_rebuilt_buckets
+        self.sampling = (0, False) if carried is None else carried.sampling
         self.slow_ranks: SlowRanks | None = None
+        self._left: tuple[Carried, _C.Lost | None] | None = None
         self.sharded: _Sharded | None = None
         self._note_error = note_error
         self._of_model: OfModel | None = None
@@ -113,13 +144,16 @@ class Engine:
         main_gradients = MainGradients.of_config(config)
         main_gradients.let_grad_differ(parameters)
         like = main_gradients.like(parameters)
-        plan = recipe.plan(like)
-        self.reducer = self._make_reducer(make_reducer, plan, main_gradients, process_group)
+        plan = recipe.plan(like) if carried is None else carried.plan
+        learned = () if carried is None else carried.learned
+        self.reducer = self._make_reducer(make_reducer, plan, main_gradients, process_group, learned)
         self.parameter_watch = ParameterWatch(recipe.module, recipe.ignored, recipe.parameters, self.reducer)
         average = recipe.gradient_average
         self._weight = Weight(1.0 if isinstance(average, str) else average, device)
         self.reducer.set_model_number(number.agreed)
         self.planner = Planner() if config.plans_buckets else None
+        if self.planner is not None and carried is not None:
+            self.planner.go_on(carried.plans_left, self.reducer)
         self.now = InForce(
             recipe.module,
             recipe.parameters,
@@ -133,6 +167,7 @@ class Engine:
             find_hierarchy(recipe.hierarchy, process_group, device),
             corruption=watch.corruption is not None,
             symmetric=config.wire_memory == "symmetric",
+            **({} if carried is None else dict(zip(Carried.PLACES, carried.places, strict=True))),
         )
         self._stall_watch = watch_for_stalls(self.now, watch)
         self._non_finite = None if watch.corruption is None else NonFiniteWatch(self.now, watch.corruption)
@@ -141,6 +176,7 @@ class Engine:
         self._use((lambda window: all_reduce) if hook is None else self._schedule_of(*hook))
         self.local_steps = LocalSteps(self.now, watch.local_steps)
         self.steps = check_before_each_step(self.now, self.local_steps, self.check_before_step)
+        self.sample_steps(*self.sampling)
 
     def _make_reducer(
         self,
@@ -148,6 +184,7 @@ class Engine:
         plan: Buckets,
         main_gradients: MainGradients,
         process_group: dist.ProcessGroup,
+        learned: Sequence[int],
     ) -> _C.Reducer:
         recipe, config = self.recipe, self.recipe.config
         parameters = recipe.parameters.tensors
@@ -162,6 +199,7 @@ class Engine:
             main_gradients.dtype,
             main_gradients.are_apart,
             lazy_bucket_allocation=config.lazy_bucket_allocation,
+            learned=learned,
         )
         memory = wire_memory_of(config.wire_memory)
         if memory is not None:
@@ -185,10 +223,67 @@ class Engine:
         return Audit(every, tell, tensors, self.now.process_group, self.now.device)
 
     def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._end_of_model()
+
+    def _end_of_model(self) -> None:
         """Tell a hook's state how many windows there were, because the state may outlive the model."""
-        if self._of_model is not None and not sys.is_finalizing():
+        if self._of_model is not None:
             self.now.like = [without_memory(gradient, gradient.dtype) for gradient in self.now.like]
             self._of_model.end(self.reducer.windows(), self.now.setting)
+            self._of_model = None
+
+    # --------------------------------------------------------------------------------------------- in another group
+
+    @property
+    def remembers(self) -> Any:
+        """The state of the registered hook, if it outlives a group of ranks: of 8 bits, of PowerSGD."""
+        return getattr(self.schedule, "state", None)
+
+    def leave(self, group_stays: bool) -> tuple[Carried, _C.Lost | None]:
+        """End, without a wait for other ranks. What is left to the next engine; and the connection that was lost.
+
+        The gradients of a void window are removed. ``group_stays``: the group goes on with other ranks.
+        """
+        if self._left is not None:
+            return self._left
+        now = self.now
+        if self.sharded is not None:
+            self.sharded.leave()
+        if self.reducer.leave(group_stays):
+            for parameter in now.parameters.tensors:
+                parameter.grad = None
+        carried = Carried(
+            len(now.like),
+            self.reducer.learned(),
+            now.plan,
+            self.has_rebuilt_buckets,
+            tuple(getattr(now, place) for place in Carried.PLACES),
+            0 if self.planner is None else self.planner.left,
+            self.sampling,
+        )
+        models.discard(now)
+        self._end_of_model()
+        self._left = carried, self.reducer.lost
+        return self._left
+
+    def check_here(self) -> None:
+        """Raise RuntimeError if the engine has left, and no other took its place."""
+        if self._left is not None:
+            raise RuntimeError(
+                "fastddp: this model has left its ranks, and regroup() did not end well. Call it again, with ranks "
+                "that have the same model and options." + see("FD052")
+            )
+
+    def sample_steps(self, every: int, compare_ranks: bool) -> None:
+        """As :meth:`fastddp.DistributedDataParallel.sample_steps`."""
+        now = self.now
+        self.sampling = (every, compare_ranks)
+        next_window = self.reducer.windows() + (self.reducer.state not in ("idle", "finished"))
+        self.reducer.sample_every(every, next_window)
+        self.slow_ranks = None
+        if compare_ranks and every > 0 and now.process_group.size() > 1:
+            self.slow_ranks = SlowRanks(every, next_window, now.process_group, now.device)
 
     # ---------------------------------------------------------------------------------------- how gradients travel
 
@@ -202,7 +297,11 @@ class Engine:
 
     def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
         this = weakref.ref(self)  # a state may outlive the model
-        self._of_model = OfModel(lambda: this().reducer, lambda: this().now.setting)  # type: ignore[union-attr]
+        self._of_model = OfModel(
+            lambda: this().reducer,  # type: ignore[union-attr]
+            lambda: this().now.setting,  # type: ignore[union-attr]
+            self.now.number.name,
+        )
         return comm_hooks.schedule(state, hook, self._of_model)
 
     def _use(self, schedule: Schedule) -> None:

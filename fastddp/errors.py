@@ -263,6 +263,20 @@ FD051: Gradients of a compiled graph come when it ends
   "max-autotune"), or code that was compiled outside of the wrapper's forward. Gradients are right, but less overlaps.
 - Wrap the module before its first forward. Leave torch._dynamo.config.optimize_ddp at True, and use mode="default" or
   "max-autotune-no-cudagraphs". Or leave it as it is: only time is lost.
+FD052: A model has no ranks
+- The connection to another rank was lost and a manager was told (on_lost()), or regroup() has raised. The model has
+  left its old ranks, and has no others.
+- Call regroup() with a process group of the ranks that are left, and that hold the same model with the same options;
+  then zero_grad(), and go on.
+FD053: A sharded optimizer has lost its state
+- The model was given other ranks. Each rank had a part of the state, and parts of ranks that are gone are nowhere.
+- Load a checkpoint: the model's, and load_state_dict() of the optimizer on all ranks. Before a planned change,
+  gather_state() gives the whole state to whoever keeps it.
+FD054: The manager's quorum is not of this kind
+- fastddp.elastic averages over all replicas of a quorum, and all of them have the others' parameters before their
+  first forward. An asynchronous quorum, or one with spares, is another agreement.
+- Make the torchft.Manager with use_async_quorum=False and WorldSizeMode.DYNAMIC, and leave out what says which ranks
+  there are: process_group, device_mesh and hierarchy.
 """
 
 

@@ -125,20 +125,36 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "too_large", [](Reducer& reducer, size_t parameter) { return reducer.local_gradients()->too_large(parameter); },
       py::arg("parameter"));
   reducer
-      .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                       std::vector<std::vector<size_t>> plan, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
-                       bool gradient_as_bucket_view, Expect expect, std::vector<size_t> sparse,
-                       std::optional<c10::ScalarType> gradient_dtype, bool in_main_grad, bool lazy_bucket_allocation) {
-             return destroyed_without_gil(std::make_unique<Reducer>(
-                 std::move(parameters), std::move(names), std::move(plan), std::move(process_group),
-                 GradientForm{gradient_as_bucket_view, gradient_dtype, in_main_grad, lazy_bucket_allocation}, expect,
-                 std::move(sparse)));
-           }),
-           py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("process_group"),
-           py::arg("gradient_as_bucket_view"), py::arg("expect") = Expect::all, py::arg("sparse") = std::vector<size_t>(),
-           py::arg("gradient_dtype") = std::nullopt, py::arg("in_main_grad") = false, py::arg("lazy_bucket_allocation") = false,
-           no_gil)
+      .def(
+          py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<std::vector<size_t>> plan,
+                      c10::intrusive_ptr<c10d::ProcessGroup> process_group, bool gradient_as_bucket_view, Expect expect,
+                      std::vector<size_t> sparse, std::optional<c10::ScalarType> gradient_dtype, bool in_main_grad,
+                      bool lazy_bucket_allocation, const std::vector<int64_t>& learned) {
+            return destroyed_without_gil(std::make_unique<Reducer>(
+                std::move(parameters), std::move(names), std::move(plan), std::move(process_group),
+                GradientForm{gradient_as_bucket_view, gradient_dtype, in_main_grad, lazy_bucket_allocation}, expect,
+                std::move(sparse), learned));
+          }),
+          py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("process_group"),
+          py::arg("gradient_as_bucket_view"), py::arg("expect") = Expect::all, py::arg("sparse") = std::vector<size_t>(),
+          py::arg("gradient_dtype") = std::nullopt, py::arg("in_main_grad") = false, py::arg("lazy_bucket_allocation") = false,
+          py::arg("learned") = std::vector<int64_t>(), no_gil)
       .def("begin_forward", torch::wrap_pybind_function_no_gil(&Reducer::begin_forward), py::arg("grad_enabled"));
+  py::class_<Lost>(m, "Lost", "A lost connection; csrc/reducer/reducer.h.")
+      .def_readonly("window", &Lost::window)
+      .def_readonly("bucket", &Lost::bucket)
+      .def_readonly("what", &Lost::what);
+  property("lost", [](Reducer& reducer) { return reducer.lost(); });
+  def("leave", &Reducer::leave, py::arg("group_stays"));
+  def(
+      "on_lost",
+      [](Reducer& reducer, std::function<void(const Lost&)> tell) {
+        // Shared, because to copy a function of Python takes the GIL.
+        const auto shared = std::make_shared<std::function<void(const Lost&)>>(std::move(tell));
+        reducer.on_lost([shared](const Lost& lost) { (*shared)(lost); });
+      },
+      py::arg("tell"));
+  def("learned", [](Reducer& reducer) { return reducer.window()->learned(); });
   def("arm", &Reducer::arm, py::arg("outputs") = std::vector<at::Tensor>());
   def("opens_by", &Reducer::opens_by, py::arg("open"));
   def("set_local", &Reducer::set_local, py::arg("is_local"));

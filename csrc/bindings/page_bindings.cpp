@@ -35,6 +35,7 @@ PYBIND11_MODULE(_pages, m) {
       .def_readonly("rank", &Snapshot::rank)
       .def_readonly("ranks", &Snapshot::ranks)
       .def_readonly("job", &Snapshot::job)
+      .def_readonly("generation", &Snapshot::generation)
       .def_readonly("script", &Snapshot::script)
       .def_readonly("names", &Snapshot::names)
       .def_property_readonly("doing", [](const Snapshot& of) { return to_string(of.doing); })

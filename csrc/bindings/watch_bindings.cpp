@@ -99,7 +99,7 @@ void bind_watch(py::module_& m) {
   py::class_<Progress, std::shared_ptr<Progress>>(m, "Progress", "A rank's page; csrc/observe/progress.h.")
       .def(py::init<const std::vector<std::string>&, int, int>(), py::arg("parameters"), py::arg("rank"), py::arg("ranks"))
       .def_property_readonly("path", &Progress::path)
-      .def("belongs_to", &Progress::belongs_to, py::arg("job"), py::arg("script") = "")
+      .def("belongs_to", &Progress::belongs_to, py::arg("job"), py::arg("script") = "", py::arg("generation") = 0)
       .def("fails_for_others", &Progress::fails_for_others)
       .def("process_ends", &Progress::process_ends, py::arg("error") = "", py::arg("stays") = false)
       .def("read", &Progress::read, no_gil);
@@ -110,6 +110,7 @@ void bind_watch(py::module_& m) {
 
   py::class_<Interruption, std::shared_ptr<Interruption>>(m, "Interruption", "csrc/waits/interruption.h.")
       .def_property_readonly("groups", &Interruption::groups)
+      .def("interrupt", &Interruption::interrupt, py::arg("why"), no_gil)
       .def_property_readonly("is_interrupted", &Interruption::is_interrupted);
 
   m.def(

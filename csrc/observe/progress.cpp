@@ -125,7 +125,8 @@ void Progress::device_waits(const std::optional<DeviceWait>& wait) {
   if (live_.device_wait.exchange(number) != number) live_.device_since = now();
 }
 
-void Progress::belongs_to(uint64_t job, const std::string& script) {
+void Progress::belongs_to(uint64_t job, const std::string& script, uint32_t generation) {
+  live_.generation = generation;
   std::strncpy(live_.script.data(), script.c_str(), live_.script.size() - 1);
   live_.job.store(job, std::memory_order_release);
 }

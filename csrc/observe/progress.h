@@ -26,8 +26,8 @@ class Progress {
  public:
   Progress(const std::vector<std::string>& parameters, int rank, int ranks);
 
-  // `script`: that the process runs.
-  void belongs_to(uint64_t job, const std::string& script);
+  // `script`: that the process runs. `generation`: how often the model has been given other ranks.
+  void belongs_to(uint64_t job, const std::string& script, uint32_t generation);
   // The buckets are replaced.
   void plan(const std::vector<std::vector<size_t>>& buckets, const std::vector<uint64_t>& bytes);
   void window(uint32_t state, size_t ended);

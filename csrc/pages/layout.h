@@ -14,7 +14,7 @@
 namespace fastddp::page {
 
 inline constexpr uint64_t kMagic = 0x70646474736166;  // "fastddp"
-inline constexpr uint32_t kVersion = 8;
+inline constexpr uint32_t kVersion = 9;
 inline constexpr size_t kMostBuckets = 1024;  // later ones are not noted
 inline constexpr size_t kSteps = 16;
 inline constexpr size_t kLanes = Snapshot::kLanes;
@@ -56,7 +56,7 @@ struct alignas(64) Live {
   std::atomic<uint64_t> job, doing, gradients, sequence;
   std::atomic<uint64_t> device_wait;  // packed(); 0: it waits for nothing
   Time64 device_since;
-  Number doing_bucket, state, windows, buckets, tick, finished, last_parameter, runs_user_code, ends, failed_window;
+  Number doing_bucket, state, windows, buckets, tick, finished, last_parameter, runs_user_code, ends, failed_window, generation;
   std::array<Time64, kSteps> step_ends;  // by the step's number, modulo kSteps
   std::array<char, 128> script;          // that the process runs, once `job` is set; ends with 0
   std::array<char, 256> error;           // why the process ends, once `ends` is set; ends with 0

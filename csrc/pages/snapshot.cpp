@@ -103,6 +103,7 @@ Snapshot read_page(const std::byte* data, size_t bytes, const std::string& path)
 
   const auto& live = *reinterpret_cast<const Live*>(data + Rooms::live);
   snapshot.job = live.job.load(std::memory_order_acquire);
+  snapshot.generation = live.generation;
   if (snapshot.job != 0) snapshot.script.assign(live.script.data(), strnlen(live.script.data(), live.script.size()));
   static_cast<Pulse&>(snapshot) = pulse_of(live);
   check(snapshot.doing <= kLastDoing, "what it says makes no sense");

@@ -118,6 +118,7 @@ struct Snapshot : OfProcess, Position {
 
   size_t number;                   // of the wrapper in its process
   uint64_t job;                    // the same for all ranks that train one model together; 0: not said
+  size_t generation;               // how often the model has been given other ranks
   std::string script;              // that the process runs; empty: not said
   std::vector<std::string> names;  // of parameters
 

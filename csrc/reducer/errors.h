@@ -11,6 +11,8 @@ constexpr auto kGradientIsGone =
     "took the gradient away: attach an optimizer that steps inside backward with "
     "torch.distributed.optim._apply_optimizer_in_backward, before the first forward.";
 
+constexpr auto kLeft = "fastddp: another thread has given this model other ranks (regroup()), so this backward is void.";
+
 constexpr auto kMainGradientIsGone =
     " got a gradient that is not in parameter.grad, from where main_grads=\"main_grad\" takes it. Likely causes: another "
     "DistributedDataParallel with that option has the same parameter and has taken it; or a hook has, or a context of "

@@ -20,9 +20,50 @@ void Reducer::notice_failure() {
   if (closing_.has_failed_late()) fail();
 }
 
+// Note [Lost connections], reducer.h.
+void Reducer::note_lost(const std::string& what) {
+  if (!lost_) lost_ = Lost{window_.ended(), driver_.failing(), what.substr(0, what.find('\n'))};
+}
+
+void Reducer::lose() {
+  closing_.failure().is_told(lost_->what);
+  fail();
+  const Unlocked unlocked(mutex_);
+  tell_lost_(*lost_);
+}
+
+bool Reducer::leave(bool group_stays) {
+  has_left_ = true;
+  hooks_.remove();
+  if (backwards_.last().runs()) interruption_->interrupt(kLeft);  // in another thread
+  const std::lock_guard lock(mutex_);
+  backwards_.let_last_end(mutex_);
+  notice_failure();
+  steps_.look_for_skipped();
+  if (has_streams(buckets_.device()) && window_.is_open() && !group_stays) (void)interruption_->abort_groups();
+  const bool is_void = leave_behind(group_stays);
+  if (window_.has_begun()) fail();
+  if (window_.is(WindowState::failed)) apply(WindowEvent::repair);
+  return is_void;
+}
+
+// Works in flight hold what they use. Their group's destructor waits for them: note [Groups that are left], waits/interruption.h.
+bool Reducer::leave_behind(bool group_stays) {
+  const c10::AutoGradMode no_grad(false);
+  const bool is_void = window_.has_begun() || window_.is(WindowState::failed);
+  if (is_void) driver_.leave_behind();
+  if ((is_void || interruption_->is_interrupted()) && !group_stays) {
+    auto groups = driver_.way()->groups();
+    groups.push_back(process_group_);
+    Interruption::bury(std::move(groups), driver_.travels());
+  }
+  return is_void;
+}
+
 // A device that has failed runs nothing that could repair the window: its error is raised in each forward.
 void Reducer::repair() {
   check_device(buckets_.device());
+  TORCH_CHECK(!tell_lost_ || !lost_, closing_.failure().text());
   const auto turn = reduction_.conduct();
   const c10::AutoGradMode no_grad(false);
   const auto unsaid = closing_.failure().take_unsaid();

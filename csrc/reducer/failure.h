@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "errors/see.h"
+
 namespace fastddp {
 
 // The last window that failed. Windows are numbered from 0; users count synchronised steps from 1.
@@ -39,6 +41,13 @@ class Failure {
   }
 
   const std::string& text() const { return text_; }
+  // The connection to another rank was lost, and a manager has been told: note [Lost connections], reducer.h.
+  void is_told(const std::string& what) {
+    text_ = "fastddp: rank " + std::to_string(rank_) + " has lost its connection to another rank (" + what +
+            "). The gradients of this step are void. Call regroup() with the ranks that are left, and zero_grad()." +
+            see("FD052");
+    unsaid_ = Unsaid::nothing;
+  }
   // For somebody who asks: an error counts as said then.
   const std::string& tell() {
     if (unsaid_ == Unsaid::error) unsaid_ = Unsaid::nothing;

@@ -26,7 +26,7 @@ std::shared_ptr<Way> plain_way(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, const Plan& plan,
                  c10::intrusive_ptr<c10d::ProcessGroup> process_group, GradientForm form, Expect expect,
-                 std::vector<size_t> sparse)
+                 std::vector<size_t> sparse, const std::vector<int64_t>& learned)
     : process_group_(std::move(process_group)),
       buckets_(std::move(parameters), names, std::move(sparse), form),
       window_(buckets_.parameters().size(), expect),
@@ -45,16 +45,16 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
           }) {
   driver_.status_is_written_by([this](const at::Tensor& room) { closing_.write_status(driver_, room); });
   driver_.prepare(plain_way(process_group_));
+  if (!learned.empty()) window_.go_on_from(learned);
   set_plan(plan);
+  timeline_.window(static_cast<uint32_t>(window_.state()), window_.ended());
 }
 
 Reducer::~Reducer() {
-  hooks_.remove();
-  interruption_->keep_for_good(process_group_, driver_.way(), driver_.travels());
-  if (!window_.has_begun() && !window_.is(WindowState::failed)) return;
+  if (has_left_) return;
   const std::lock_guard lock(mutex_);
-  const c10::AutoGradMode no_grad(false);
-  driver_.leave_behind();
+  hooks_.remove();
+  leave_behind(/*group_stays=*/false);
 }
 
 // -------------------------------------------------------------------------------------------------- between two windows
@@ -145,6 +145,18 @@ void Reducer::begin_forward(bool grad_enabled) {
   steps_.forward_begins();
   apply(WindowEvent::forward);
   timeline_.happened(What::opens);
+}
+
+template <typename Part>
+void Reducer::may_lose(const Part& part) {
+  try {
+    part();
+  } catch (const std::exception& error) {
+    if (!interruption_->has_lost()) throw;
+    note_lost(in_words(error));
+    if (!tell_lost_) throw;
+    lose();
+  }
 }
 
 // A forward inside a backward (activation checkpointing) belongs to the window that is reducing, and changes nothing.
@@ -284,7 +296,7 @@ void Reducer::on_gradient(size_t parameter, const at::Tensor& incoming, bool exc
   if (window_.is(WindowState::failed)) return;
   if (!window_.is(WindowState::reducing)) return on_local_gradient(parameter, exclusive);
   if (by_layer) reduction_.layers().note_written(parameter);
-  reduction_.on_gradient(parameter, incoming, exclusive);
+  may_lose([&] { reduction_.on_gradient(parameter, incoming, exclusive); });
 }
 
 void Reducer::on_local_gradient(size_t parameter, bool exclusive) {
@@ -316,7 +328,7 @@ void Reducer::begin_reduction(bool at_outputs) {
   timeline_.happened(What::reduces);
   if (closing_.status_rides(driver_)) driver_.wait_before(driver_.status_tick());
   if (at_outputs) reduction_.layers().remember();
-  reduction_.begin(goes_on);
+  may_lose([&] { reduction_.begin(goes_on); });
 }
 
 // --------------------------------------------------------------------------------------------------- the end of a backward
@@ -327,17 +339,19 @@ void Reducer::on_backward_end() {
   const auto ends = c10::make_scope_exit([&] { timeline_.happened(What::after_backward); });
   const Interruption::Scope interruptible(*interruption_, buckets_.device());
   if (!window_.is(WindowState::reducing)) return;
-  if (!window_.expects_all()) reduction_.take_unseen();
-  const auto turn = reduction_.conduct();
-  if (window_.ends_with_backward()) {
-    reduction_.complete_all_buckets();
-  } else if (!reduction_.missing().empty()) {
-    return apply(WindowEvent::lack);
-  } else {
-    reduction_.synchronise_local_gradients();
-  }
-  timeline_.happened(What::computed);
-  finish_window();
+  may_lose([&] {
+    if (!window_.expects_all()) reduction_.take_unseen();
+    const auto turn = reduction_.conduct();
+    if (window_.ends_with_backward()) {
+      reduction_.complete_all_buckets();
+    } else if (!reduction_.missing().empty()) {
+      return apply(WindowEvent::lack);
+    } else {
+      reduction_.synchronise_local_gradients();
+    }
+    timeline_.happened(What::computed);
+    finish_window();
+  });
 }
 
 void Reducer::finish_window() {
@@ -360,6 +374,7 @@ void Reducer::finish_window() {
   driver_.join();
   timeline_.happened(What::closing);
   if (!closing_.receive_status(driver_)) {
+    if (tell_lost_) return note_lost(closing_.failure().text()), lose();
     fail();
     TORCH_CHECK(false, closing_.failure().text(), see("FD010"));
   }

@@ -27,6 +27,16 @@
 
 namespace fastddp {
 
+// Note [Lost connections]
+// When a connection to another rank is lost, backward raises. A manager of replicas (fastddp/elastic/) refuses that step anyway,
+// and its users' loops catch nothing. So it may ask to be told instead: the window then fails without an error, here and where
+// another rank says that its window failed. The model can go on only in another group.
+struct Lost {
+  size_t window;                 // its number, from 0
+  std::optional<size_t> bucket;  // whose collective it was; none: what follows the buckets
+  std::string what;
+};
+
 // Owns the parts and decides when each of them works; a part decides how.
 // All methods may be called with or without the GIL; none needs it.
 class Reducer : public std::enable_shared_from_this<Reducer> {
@@ -35,9 +45,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // known to be used by no rank, and the `sparse` ones, whose gradients are sparse tensors (sparse.h).
   Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, const Plan& plan,
           c10::intrusive_ptr<c10d::ProcessGroup> process_group, GradientForm form, Expect expect = Expect::all,
-          std::vector<size_t> sparse = {});
+          std::vector<size_t> sparse = {}, const std::vector<int64_t>& learned = {});
   // Also in the middle of a window.
   ~Reducer();
+  // Ends the use of this object without a wait for other ranks; waits of other threads end. `group_stays`: it goes on with other
+  // ranks. Returns whether an open or failed window is void now; what codecs remember is as before its step.
+  bool leave(bool group_stays);
+  // Note [Lost connections]. Called without the lock.
+  void on_lost(std::function<void(const Lost&)> tell) { tell_lost_ = std::move(tell); }
+  const std::optional<Lost>& lost() const { return lost_; }
   // Before every forward. Repairs after a failed window, with a warning that says what failed. Waits for a backward that runs
   // in another thread; a forward without gradients changes nothing, and does not wait.
   void begin_forward(bool grad_enabled);
@@ -244,6 +260,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finish_window();
 
   // Windows that fail.
+  template <typename Part>
+  void may_lose(const Part& part);
+  void note_lost(const std::string& what);
+  void lose();
+  bool leave_behind(bool group_stays);
   void notice_failure();
   void fail_here(const std::string& what) {
     closing_.failure().happened_here(what, window_.ended());
@@ -277,7 +298,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::atomic<int> asked_in_{-1};                    // the number of the last backward that has asked for a window
   std::mutex opening_;
   std::atomic<size_t> idle_steps_{0};  // since the last window
-  GradHooks hooks_;                    // last: they call the members above
+  std::function<void(const Lost&)> tell_lost_;
+  std::optional<Lost> lost_;
+  bool has_left_ = false;  // leave() was called
+  GradHooks hooks_;        // last: they call the members above
 };
 
 }  // namespace fastddp

@@ -1,5 +1,7 @@
 #include "trip/driver.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -81,6 +83,7 @@ void Driver::undo(const at::Tensor& only_if) {
 void Driver::begin_window() {
   ticks_ = finished_ = 0;
   waits_.reset();
+  failing_.reset();
   status_.reset();
   in_window_ = was_drained_ = false;
 }
@@ -216,6 +219,8 @@ void Driver::start(Travel& travel, size_t stage) {
       sends.start(sends.lanes.of(travel.bucket->index() + flight.first, count), piece);
     } catch (...) {
       piece.sent += piece.works.size();
+      failing_ = piece.bucket;
+      Interruption::note_lost();
       throw;
     }
     piece.sent = 0;
@@ -228,8 +233,10 @@ void Driver::start(Travel& travel, size_t stage) {
 // Waits until the stage's data has come, and adds it up.
 void Driver::complete(size_t stage, Piece& piece) {
   {
+    auto waits = c10::make_scope_exit([&] { failing_ = piece.bucket; });
     const Unlocked unlocked(lock_of_users());
     who_waits_.wait_for(piece.works, piece.wire);
+    waits.release();
   }
   if (piece.added_up > stage) return;
   trip_.stages[stage].sends->add_up(piece);

@@ -100,6 +100,8 @@ class Driver {
   // leaves the average in the wire. If start_late() raises, it has started nothing.
   std::function<void()> start_late(Bucket& bucket) const { return trip_.late(bucket, scale()); }
 
+  // The bucket whose collective has failed in this window; none: none has.
+  std::optional<size_t> failing() const { return failing_; }
   // The tick in which the status travels with gradients; none: it has to travel by itself.
   std::optional<size_t> status_tick() const { return trip_.has_status ? std::optional(ticks() - 1) : std::nullopt; }
   using WriteStatus = std::function<void(const at::Tensor& room)>;
@@ -168,7 +170,7 @@ class Driver {
   // This window's.
   size_t ticks_ = 0;
   size_t finished_ = 0;  // buckets
-  std::optional<size_t> waits_;
+  std::optional<size_t> waits_, failing_;
   bool in_window_ = false;     // a tick has begun
   bool was_drained_ = false;   // the window has failed here, so nothing of it is left to relay
   bool is_of_others_ = false;  // this rank has no inputs in it

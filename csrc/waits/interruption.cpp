@@ -2,6 +2,7 @@
 
 #include <future>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "device/streams.h"
@@ -65,7 +66,20 @@ std::vector<std::string> Interruption::abort_groups() const {
   return errors;
 }
 
+void Interruption::bury(Groups groups, std::shared_ptr<const void> memory) {
+  std::thread([groups = std::move(groups), memory = std::move(memory)]() mutable {
+    for (auto& group : groups) {
+      while (group.use_count() > 1) std::this_thread::sleep_for(kLook);
+    }
+  }).detach();
+}
+
+void Interruption::note_lost() {
+  if (of_this_thread != nullptr) of_this_thread->has_lost_ = true;
+}
+
 void Interruption::rethrow_explained() {
+  has_lost_ = true;
   std::string why;
   {
     const std::lock_guard lock(explaining_);
@@ -87,7 +101,7 @@ void Interruption::rethrow_explained() {
 void Interruption::check() const {
   if (!is_interrupted_) return;
   const std::lock_guard lock(mutex_);
-  has_raised_ = true;
+  has_raised_ = has_lost_ = true;
   TORCH_CHECK(false, why_);
 }
 

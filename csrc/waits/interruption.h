@@ -12,9 +12,12 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace fastddp {
+
+using Groups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
 
 // The error's text, without the C++ stack that torch's errors list.
 std::string in_words(const std::exception& error);
@@ -24,12 +27,15 @@ c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work);
 
 // Note [Interrupted waits]
 // Over gloo, a collective that other ranks never join cannot be cancelled, but a wait for its future can. After that the process
-// group is useless, because its threads still wait. Its destructor would wait too. So we never destroy the group, and the process
-// can end. Messages between pairs of ranks have no future, but can be aborted. A process group written in Python does not tell
+// group is useless, because its threads still wait: note [Groups that are left]. Messages between pairs of ranks have no future, but can be aborted. A process group written in Python does not tell
 // messages from collectives, and its future may be done only when somebody waits for the work. Its works are waited for to their
 // end. No wait has a timeout of its own, because a wait for a message that times out breaks the connection.
 // On a device with streams the host does not wait here, and NCCL takes a wait that times out for a broken network. There only
 // the next check() raises, and the interrupting thread aborts the groups.
+//
+// Note [Groups that are left]
+// The destructor of a gloo group waits for its threads, and these for ranks that may be gone. So a thread of its own destroys a
+// group of which a collective may be on its way, when nobody else holds it. The process can end meanwhile.
 class Interruption {
  public:
   // Called by any thread, counts once: waits raise c10::Error with this text, those that have begun and those that follow.
@@ -38,11 +44,11 @@ class Interruption {
   // Whether a thread has got the error.
   bool has_raised() const { return has_raised_; }
   // Sets the groups to abort, all at once, to end waits on a device. Empty: no device waits.
-  void may_abort(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups) {
+  void may_abort(Groups groups) {
     const std::lock_guard lock(mutex_);
     groups_ = std::move(groups);
   }
-  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const {
+  Groups groups() const {
     const std::lock_guard lock(mutex_);
     return groups_;
   }
@@ -53,11 +59,15 @@ class Interruption {
     const std::lock_guard lock(explaining_);
     explain_ = std::move(explain);
   }
-  // If waits have been interrupted: never destroys `things`, which hold process groups and would wait in their destructors.
-  template <typename... Things>
-  void keep_for_good(const Things&... things) const {
-    if (is_interrupted_) (static_cast<void>(new auto(things)), ...);
+  // Destroys these groups, and the memory that may be on its way in them, in another thread: note [Groups that are left].
+  template <typename Memory>
+  static void bury(Groups groups, const Memory& memory) {
+    bury(std::move(groups), std::shared_ptr<const void>(std::make_shared<const Memory>(memory)));
   }
+  // Whether a wait has failed or was ended, or a collective could not start.
+  bool has_lost() const { return has_lost_; }
+  // In a scope of this thread: a collective could not start.
+  static void note_lost();
   // Raises the error of interrupt(), if that was called.
   void check() const;
 
@@ -83,16 +93,17 @@ class Interruption {
   static bool wait(c10::ivalue::Future& future, std::chrono::milliseconds patience);
 
  private:
+  static void bury(Groups groups, std::shared_ptr<const void> memory);
   void wait_for_pair(c10d::Work& work);
   // Rethrows the current exception with its explanation.
   [[noreturn]] void rethrow_explained();
 
   std::atomic<bool> is_interrupted_{false};
-  mutable std::atomic<bool> has_raised_{false};
+  mutable std::atomic<bool> has_raised_{false}, has_lost_{false};
   mutable std::mutex mutex_;
   std::string why_;
   c10d::Work* of_pair_ = nullptr;  // a message between two ranks that a thread waits for
-  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
+  Groups groups_;
   std::mutex explaining_;
   std::function<std::string()> explain_;
 };

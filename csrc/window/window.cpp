@@ -95,6 +95,33 @@ void Window::set_expect(Expect expect) {
   count_missing();
 }
 
+std::vector<int64_t> Window::learned() const {
+  std::vector<int64_t> numbers{static_cast<int64_t>(ended_), learning_, knows_first_};
+  for (const auto& parameter : parameters_) {
+    for (const auto number : {parameter.expected, parameter.learned}) numbers.push_back(number);
+    for (const auto used : {parameter.used, parameter.ever_used}) numbers.push_back(static_cast<int64_t>(used));
+  }
+  numbers.insert(numbers.end(), arrival_order_.begin(), arrival_order_.end());
+  return numbers;
+}
+
+void Window::go_on_from(const std::vector<int64_t>& learned) {
+  constexpr size_t kFirst = 3, kOfEach = 4;
+  if (learned.size() < kFirst + kOfEach * parameters_.size()) throw std::logic_error("fastddp: windows of another model");
+  ended_ = static_cast<size_t>(learned[0]);
+  learning_ = learned[1] != 0;
+  knows_first_ = learned[2] != 0;
+  auto number = learned.begin() + kFirst;
+  for (auto& parameter : parameters_) {
+    parameter.expected = static_cast<uint32_t>(*number++);
+    parameter.learned = static_cast<uint32_t>(*number++);
+    parameter.used = static_cast<Used>(*number++);
+    parameter.ever_used = static_cast<Used>(*number++);
+  }
+  arrival_order_.assign(number, learned.end());
+  count_missing();
+}
+
 void Window::count_missing() {
   std::ranges::fill(missing_, 0);
   for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {

@@ -109,6 +109,11 @@ class Window {
   void set_buckets(const std::vector<std::vector<size_t>>& buckets);
   void set_expect(Expect expect);
 
+  // What is known of windows, and from another window object: for a model that goes on with other ranks. Numbers, so that ranks
+  // can send them. Taken over before the first window.
+  std::vector<int64_t> learned() const;
+  void go_on_from(const std::vector<int64_t>& learned);
+
   // ---- What is expected.
 
   // Whether every window has to bring every gradient.

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ class _Error(NamedTuple):
 FORMAT = 1
 _KIND = "BlockState"
 _NUMBERS = ("int8", "e4m3", "e5m2")
+_SETTINGS = ("block_size", "error_feedback", "stochastic_rounding", "random_seed")
 
 
 class BlockState:
@@ -175,6 +176,26 @@ class BlockState:
             (begin - known.begin) * each : (end - known.begin) * each
         ]
         return found
+
+    # ------------------------------------------------------------------------------------------- in another group
+
+    settings: ClassVar[list[str]] = []
+    """What all ranks must have alike: nothing, since the newest rank hands its settings out."""
+
+    def hand_out(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What all ranks of another group take from the newest one: settings and ``iter``."""
+        return {name: getattr(self, name) for name in ("iter", *_SETTINGS)}, {}
+
+    def take_over(self, numbers: dict[str, Any], tensors: dict[str, Tensor], *, is_new: bool) -> None:
+        """Go on with what another rank has handed out; ``is_new``: this rank was not there before, so has no errors."""
+        if self._windows is not None:
+            self._seen = self._windows()
+        self._iter = numbers.pop("iter")
+        for name, value in numbers.items():
+            setattr(self, name, value)
+        for error in self._errors.of_parameters if is_new else ():
+            if error is not None:
+                error.zero_()
 
     # ---------------------------------------------------------------------------------------------- in checkpoints
 
@@ -325,6 +346,7 @@ class Block8Schedule:
 
     def __init__(self, exchange: Block8, setting: Callable[[], Setting]) -> None:
         self._exchange = exchange
+        self.state = exchange.state
         self._setting = setting
         self._calls = 0
 
@@ -340,10 +362,9 @@ class Block8Schedule:
 
     def _compare(self) -> None:
         state, setting = self._exchange.state, self._setting()
-        names = ("block_size", "error_feedback", "stochastic_rounding", "random_seed")
-        told = [_NUMBERS.index(self._exchange.number), *(float(getattr(state, name)) for name in names)]
+        told = [_NUMBERS.index(self._exchange.number), *(float(getattr(state, name)) for name in _SETTINGS)]
         by_rank = gather_numbers(told, self._exchange.group(setting), setting.device)
-        found = difference(["number", *names], by_rank)
+        found = difference(["number", *_SETTINGS], by_rank)
         if found is not None:
             raise RuntimeError(
                 f"Ranks compress gradients in different ways: {found} (numbers are {', '.join(_NUMBERS)}). Register "

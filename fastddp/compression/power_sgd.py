@@ -32,6 +32,15 @@ logger = logging.getLogger("fastddp.power_sgd")
 
 FORMAT = 1
 MOST_VECTORS = 32
+_SETTINGS = (
+    "matrix_approximation_rank",
+    "start_powerSGD_iter",
+    "min_compression_rate",
+    "use_error_feedback",
+    "warm_start",
+    "orthogonalization_epsilon",
+    "random_seed",
+)
 _COMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -228,6 +237,27 @@ class PowerSGDState:
         if error is None or error.shape != (rows, columns) or error.device != like.device:
             self.errors[name] = error = torch.zeros(rows, columns, dtype=like.dtype, device=like.device)
         return error, q
+
+    # ------------------------------------------------------------------------------------------- in another group
+
+    @property
+    def settings(self) -> list[str]:
+        """What all ranks must have alike, an argument each."""
+        return [f"PowerSGDState({name}={getattr(self, name)!r})" for name in _SETTINGS]
+
+    def hand_out(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What all ranks of another group take from the newest one: numbers, and the tensors that they have alike."""
+        numbers = ("iter", "total_numel_before_compression", "total_numel_after_compression")
+        return {name: getattr(self, name) for name in numbers}, dict(self.qs)
+
+    def take_over(self, numbers: dict[str, Any], tensors: dict[str, Tensor], *, is_new: bool) -> None:
+        """Go on with what another rank has handed out; ``is_new``: this rank was not there before, so has no errors."""
+        self.iter = numbers.pop("iter")
+        for name, number in numbers.items():
+            setattr(self, name, number)
+        replace(self.qs, tensors)
+        for error in self.errors.values() if is_new else ():
+            error.zero_()
 
     # ---------------------------------------------------------------------------------------------- in checkpoints
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from fastddp.errors import see
-from fastddp.exchange.descriptions import AllReduce, Exchange, Setting
+from fastddp.exchange.descriptions import AllReduce, Exchange
+from fastddp.exchange.of_model import OfModel
 from fastddp.ranks.agreement import difference, gather_numbers
 from fastddp.ranks.listing import listed
 from fastddp.ranks.together import telling_who_has_ended
@@ -42,17 +42,14 @@ _COMPARED = (
 class PowerSGDSchedule:
     """As many ``plain`` windows as ``state`` says, and then ``power_sgd``."""
 
-    def __init__(
-        self, state: PowerSGDState, plain: AllReduce, power_sgd: PowerSGD, setting: Callable[[], Setting]
-    ) -> None:
-        self._state = state
+    def __init__(self, state: PowerSGDState, plain: AllReduce, power_sgd: PowerSGD, of_model: OfModel) -> None:
+        self.state = state
         self._plain = plain
         self._power_sgd = power_sgd
-        self._setting = setting
+        self._setting = of_model.setting
+        self._name = of_model.name
         self._is_registered = False
         self._have_compared = False
-        group = self._group()
-        self._number = _schedules_of[group] = _schedules_of.get(group, 0) + 1
 
     @property
     def may_use(self) -> Sequence[Exchange]:
@@ -62,21 +59,21 @@ class PowerSGDSchedule:
     def __call__(self, window: int) -> Exchange:
         """The exchange of window number ``window``; RuntimeError: ranks' states differ, or were not loaded on all."""
         # The first call registers the hook, which is no collective.
-        if self._is_registered and (self._state.was_changed or not self._have_compared):
+        if self._is_registered and (self.state.was_changed or not self._have_compared):
             self._compare(window)
         self._is_registered = True
         # The model's first window has other buckets than the rest.
-        if window > 0 and self._state.iter >= self._state.start_powerSGD_iter:
+        if window > 0 and self.state.iter >= self.state.start_powerSGD_iter:
             return self._power_sgd
         return self._plain
 
     def _compare(self, window: int) -> None:
         group, device = self._group(), self._setting().parameters[0].device
-        meeting = _Meeting(group, f"fastddp/power_sgd/{self._number}/{window}") if self._have_compared else None
+        meeting = _Meeting(group, f"fastddp/power_sgd/{self._name}/{window}") if self._have_compared else None
         if meeting is not None:
             with telling_who_has_ended(group):
                 meeting.wait(_PATIENCE)
-        by_rank = gather_numbers([float(getattr(self._state, name)) for name in _COMPARED], group, device)
+        by_rank = gather_numbers([float(getattr(self.state, name)) for name in _COMPARED], group, device)
         if meeting is not None:
             meeting.end()
         found = difference(_COMPARED, by_rank)
@@ -88,13 +85,10 @@ class PowerSGDSchedule:
                 "(torch.distributed.broadcast_object_list)." + see("FD004")
             )
         self._have_compared = True
-        self._state.was_changed = False
+        self.state.was_changed = False
 
     def _group(self) -> dist.ProcessGroup:
-        return self._state.process_group or self._setting().process_group
-
-
-_schedules_of: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+        return self.state.process_group or self._setting().process_group
 
 
 class _Meeting:

@@ -222,7 +222,7 @@ class PythonHook(Exchange):
     def make(self, setting: Setting) -> _C.Way:
         """As :meth:`Exchange.make`."""
         setting.load_kernels()
-        name = _name_of(self.hook)
+        name = name_of(self.hook)
         hook = _returning_futures(self.hook, name)
         held = (self.state, *getattr(self.state, "__dict__", {}).values())
         groups = [one for one in held if isinstance(one, dist.ProcessGroup)]  # over which it sends, as torch's hooks do
@@ -231,7 +231,7 @@ class PythonHook(Exchange):
         return way
 
 
-def _name_of(hook: Callable[..., object]) -> str:
+def name_of(hook: Callable[..., object]) -> str:
     """The name of a hook in errors."""
     while isinstance(hook, functools.partial):
         hook = hook.func

@@ -14,10 +14,12 @@ class OfModel:
     Args:
         reducer: returns the model's reducer, as long as there is a model.
         setting: returns the model's setting, as long as there is a model.
+        name: the model's part of keys in the store of its process group.
     """
 
-    def __init__(self, reducer: Callable[[], _C.Reducer], setting: Callable[[], Setting]) -> None:
+    def __init__(self, reducer: Callable[[], _C.Reducer], setting: Callable[[], Setting], name: str) -> None:
         self.reducer = reducer
+        self.name = name
         self._setting = setting
         self._last: tuple[int, Setting] | None = None
 

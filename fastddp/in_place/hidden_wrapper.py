@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fastddp.ddp import DistributedDataParallel
+from fastddp.engine import Carried
 from fastddp.errors import see
 from fastddp.module.backward import is_inside_backward
 from fastddp.torch_compat.compiling import leave_alone
@@ -49,11 +50,11 @@ class HiddenWrapper(DistributedDataParallel):
         """The module's."""
         return iter(self.module.named_parameters(*args, **kwargs))
 
-    def _make_engine(self) -> None:
+    def _make_engine(self, carried: Carried | None = None) -> None:
         leave_alone(HiddenWrapper.forward, HiddenWrapper._callee)
         module: Any = weakref.proxy(self.module)
         self._recipe = dataclasses.replace(self._recipe, module=module)
-        super()._make_engine()
+        super()._make_engine(carried)
         this = weakref.ref(self)
 
         @torch.no_grad()

@@ -42,14 +42,15 @@ def verify_replicas(
     process_group: dist.ProcessGroup,
     device: torch.device = _CPU,
     plan: Sequence[str] = (),
-    setting: str = "",
-    number: int = 0,
-) -> int:
+    settings: Sequence[str] = (),
+    numbers: Sequence[int] = (),
+    choose_source: Callable[[list[list[int]]], int] = lambda numbers: 0,
+) -> list[list[int]]:
     """Raise on every rank, with the same message, unless all ranks hold the same parameters (or buffers).
 
     Ranks compare the number of parameters and, in order, each one's name, shape, strides, dtype, type of device and
     ``requires_grad``. They do not compare values. If all is well, this costs one all-gather of 64 bytes a rank. After
-    a mismatch, which all ranks see in the gathered numbers, rank 0 sends its description for the others to compare.
+    a mismatch, which all ranks see in the gathered numbers, one rank sends its description for the others to compare.
 
     Args:
         parameters: (name, tensor) pairs of any shape and dtype. All tensors that will be broadcast or reduced should be
@@ -57,20 +58,38 @@ def verify_replicas(
         process_group: the ranks that hold replicas.
         device: where tensors must live for this group's collectives.
         plan: the parameters of a bucket plan that was given, a text for each, to be compared as well.
-        setting: an argument and its value, to be compared as well.
-        number: this rank's proposal of a number, which is not compared. The greatest of all ranks is returned.
+        settings: arguments and their values, a text for each, to be compared as well.
+        numbers: of this rank, which are not compared.
+        choose_source: returns whose description is the right one, from the numbers of all ranks.
+
+    Returns:
+        The numbers of each rank.
+
+    Raises:
+        RanksDiffer: it says which ranks differ.
     """
     model: list[_Row] = [_describe(name, tensor) for name, tensor in parameters]
-    texts = [json.dumps(rows).encode() for rows in (model, list(plan), [setting])]
+    texts = [json.dumps(rows).encode() for rows in (model, list(plan), list(settings))]
     digest = memoryview(hashlib.sha256(b"".join(texts)).digest()).cast("q")
-    every = gather_numbers([*map(len, texts), *digest, number], process_group, device, torch.int64)
-    differ = any(of_rank[:-1] != every[0][:-1] for of_rank in every)
-    for text, length, message in zip(texts, every[0], _MISMATCHES if differ else (), strict=False):
-        theirs = json.loads(bytes(_rank_0s([*text.ljust(length)[:length]], process_group, device)))
+    every = gather_numbers([*map(len, texts), *digest, *numbers], process_group, device, torch.int64)
+    compared = len(texts) + len(digest)
+    told = [of_rank[compared:] for of_rank in every]
+    source = choose_source(told)
+    differ = any(of_rank[:compared] != every[0][:compared] for of_rank in every)
+    for text, length, message in zip(texts, every[source], _MISMATCHES if differ else (), strict=False):
+        theirs = json.loads(bytes(numbers_of(source, [*text.ljust(length)[:length]], process_group, device)))
         reports = _gather_reports(_first_difference(json.loads(text), theirs), process_group, device)
         if reports:
-            raise RuntimeError(message(theirs, reports))
-    return max(of_rank[-1] for of_rank in every)
+            raise RanksDiffer(message(source, theirs, reports), sorted(reports))
+    return told
+
+
+class RanksDiffer(RuntimeError):
+    """Ranks do not hold the same model, or were given different arguments. ``ranks``: those that differ."""
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 def check_dense(tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -177,10 +196,15 @@ def agree_on(choice: bool, process_group: dist.ProcessGroup, device: torch.devic
     return bool(_rank_0s([choice], process_group, device)[0])
 
 
-def _rank_0s(numbers: Sequence[int], process_group: dist.ProcessGroup, device: torch.device) -> list[int]:
+def numbers_of(rank: int, numbers: Sequence[int], process_group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """The integers of this rank, on every rank; as many on each."""
     wire = torch.tensor(numbers, dtype=torch.int64, device=device)
-    together(dist.broadcast, wire, group=process_group, group_src=0)
+    together(dist.broadcast, wire, group=process_group, group_src=rank)
     return wire.tolist()
+
+
+def _rank_0s(numbers: Sequence[int], process_group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    return numbers_of(0, numbers, process_group, device)
 
 
 # ---------------------------------------------------------------------------------------------- verify_replicas
@@ -236,36 +260,40 @@ def _gather_reports(mine: _Difference | None, process_group: dist.ProcessGroup, 
     return {rank: _Difference(*json.loads(text)) for rank, text in enumerate(texts) if text}
 
 
-def _different_parameters(mismatch: str, first: str, advice: str, rank_0: list[_Row], reports: _Reports) -> str:
+def _different_parameters(
+    mismatch: str, first: str, advice: str, source: int, theirs: list[_Row], reports: _Reports
+) -> str:
     """About the rank whose parameters differ first; the same on every rank."""
     rank = min(reports, key=lambda rank: (reports[rank].first, rank))
     report = reports[rank]
     counts = ""
-    if len(rank_0) != report.count:
-        counts = f"; rank 0 has {len(rank_0)} in all and rank {rank} {report.count}"
+    if len(theirs) != report.count:
+        counts = f"; rank {source} has {len(theirs)} in all and rank {rank} {report.count}"
     return (
         f"{mismatch} {first} that differs is number {report.first}:\n"
-        f"  rank 0: {_in_words(rank_0, report.first)}\n"
+        f"  rank {source}: {_in_words(theirs, report.first)}\n"
         f"  rank {rank}: {report.value}\n"
         f"Between these two ranks {report.number} differ{counts}. "
-        f"Ranks that differ from rank 0: {listed(sorted(reports))}.\n{advice}"
+        f"Ranks that differ from rank {source}: {listed(sorted(reports))}.\n{advice}"
     )
 
 
-def _different_settings(rank_0: list[_Row], reports: _Reports) -> str:
+def _different_settings(source: int, theirs: list[_Row], reports: _Reports) -> str:
     """Which rank was given what; the same on every rank."""
+    first = min(report.first for report in reports.values())
     ranks_of: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
-        ranks_of.setdefault(report.value, []).append(rank)
+        if report.first == first:
+            ranks_of.setdefault(report.value, []).append(rank)
     lines = "".join(f"  rank {listed(ranks)}: {value}\n" for value, ranks in ranks_of.items())
     return (
         "The ranks were not given the same argument:\n"
-        f"  rank 0, and every rank not named here: {rank_0[0]}\n{lines}"
+        f"  rank {source}, and every rank not named here: {_in_words(theirs, first)}\n{lines}"
         "Give DistributedDataParallel the same on all ranks." + see("FD002")
     )
 
 
-_MISMATCHES: tuple[Callable[[list[_Row], _Reports], str], ...] = (
+_MISMATCHES: tuple[Callable[[int, list[_Row], _Reports], str], ...] = (
     functools.partial(
         _different_parameters,
         "The ranks do not hold the same model.",

@@ -41,6 +41,17 @@ class Planner:
         self._left = PLANS
         self._links: dict[int, Link | str] = {}  # by number of lanes; words: what was measured tells no bandwidth
 
+    @property
+    def left(self) -> int:
+        """How many plans are still to be made."""
+        return self._left
+
+    def go_on(self, left: int, reducer: Reducer) -> None:
+        """Make so many plans, for other ranks than an earlier planner: measure anew."""
+        self._left = left
+        if reducer.windows() > 0:
+            self.begin(reducer)
+
     def begin(self, reducer: Reducer) -> None:
         """Measure the coming windows, if there is still a plan to make."""
         if self._left:

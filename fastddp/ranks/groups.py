@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from fastddp.errors import see
 from fastddp.ranks.agreement import greatest
 from fastddp.ranks.backends import backend_of
+from fastddp.ranks.generations import generation_of
 from fastddp.ranks.together import telling_who_has_ended
 
 Of = ParamSpec("Of")
@@ -22,22 +24,26 @@ Made = TypeVar("Made")
 def once_a_group(
     make: Callable[Concatenate[dist.ProcessGroup, Of], Made],
 ) -> Callable[Concatenate[dist.ProcessGroup, Of], Made]:
-    """Let ``make(process_group, ...)`` run once for each group; later calls return what the first one did.
+    """Let ``make(process_group, ...)`` run once for each generation of a group; later calls return its result.
 
     A result is kept for as long as torch keeps its group. Where ``make`` raises, the next call tries again.
     """
-    made: dict[dist.ProcessGroup, Made] = {}
+    made: dict[dist.ProcessGroup, tuple[int, Made]] = {}
 
     @functools.wraps(make)
     def made_for(process_group: dist.ProcessGroup, /, *args: Of.args, **kwargs: Of.kwargs) -> Made:
         for group in list(made):
             if group not in dist.distributed_c10d._world.pg_map:
                 del made[group]  # torch has destroyed it, and we would keep it alive
-        if process_group not in made:
-            made[process_group] = make(process_group, *args, **kwargs)
-        return made[process_group]
+        generation = generation_of(process_group)
+        if process_group not in made or made[process_group][0] != generation:
+            made[process_group] = generation, make(process_group, *args, **kwargs)
+        return made[process_group][1]
 
     return made_for
+
+
+_parts: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 # Note [Groups of some ranks]
@@ -74,11 +80,11 @@ def make_group(
         with telling_who_has_ended(parent):
             group = dist.split_group(parent, split, timeout=timeout, pg_options=nccl_options, group_desc=description)
         assert group is not None  # this rank is in a part
-        return group
+        return _note(parent, group)
     everywhere = dist.get_process_group_ranks(parent)
     (mine,) = [ranks for ranks in parts if parent.rank() in ranks]
     with telling_who_has_ended(parent):
-        return dist.new_group(
+        group = dist.new_group(
             [everywhere[rank] for rank in mine],
             timeout=timeout,
             backend=backend_of(parent, device),
@@ -86,6 +92,19 @@ def make_group(
             use_local_synchronization=True,
             group_desc=description,
         )
+    return _note(parent, group)
+
+
+def _note(parent: dist.ProcessGroup, part: dist.ProcessGroup) -> dist.ProcessGroup:
+    _parts.setdefault(parent, []).append(part)
+    return part
+
+
+def destroy_parts(parent: dist.ProcessGroup) -> None:
+    """Destroy the groups that were made of ``parent``, which no model uses any more."""
+    for part in _parts.pop(parent, []):
+        if part in dist.distributed_c10d._world.pg_map:  # else torch has destroyed it
+            dist.destroy_process_group(part)
 
 
 def symmetric_twin(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -151,23 +151,29 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._begin()
         if self._only_makes_state():
+            self._check_newest()
+            self.parts.shards.begin_step()
             self.parts.make_state()
             self._has_stepped = True
             return loss
+        self._begin()
         self.parts.check_gradients()
         self._has_stepped = True
         self._do("step")
         return loss
 
     def _begin(self) -> None:
+        self._check_newest()
+        if self.parts.refuses:
+            raise RuntimeError(f"fastddp: {self.parts.refuses}")
+        self.parts.shards.begin_step()
+
+    def _check_newest(self) -> None:
         if self.parts.model.engine.sharded is not self.parts:
             raise RuntimeError(
-                "Another ShardedOptimizer has been made for this one's model, or the model's ranks have changed. Step "
-                "the newest one." + see("FD042")
+                "Another ShardedOptimizer has been made for this one's model. Step the newest one." + see("FD042")
             )
-        self.parts.shards.begin_step()
 
     @torch.no_grad()
     def _do(self, method: str) -> None:
@@ -239,6 +245,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         """
         if checkpoint.wants_whole():
             return self.full_state_dict()
+        self._check_saves()
         shards = self.parts.shards
         shards.begin_step()
         return {**super().state_dict(), checkpoint.BUCKETS: (shards.group.size(), shards.plan)}
@@ -251,9 +258,35 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         Args:
             rank0_only: the other ranks get {}.
         """
-        return self._full_state_dict(keep=not rank0_only or self.parts.now.process_group.rank() == 0)
+        return self.gather_state(destination=0 if rank0_only else None)
+
+    def gather_state(self, *, destination: int | None = None) -> dict[str, Any]:
+        """The whole state for whoever saves it, before a planned change of ranks. A collective.
+
+        Parameters of the last step are here when it returns. Then :meth:`.regroup`, and :meth:`load_state_dict` of this
+        on all ranks, go on with any number of ranks.
+
+        Args:
+            destination: the rank of the model's group that gets it; the others get {}. None: all ranks.
+
+        Returns:
+            As :meth:`full_state_dict`.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        ranks = self.parts.now.process_group.size()
+        if destination is not None and not 0 <= destination < ranks:
+            raise ValueError(f"destination={destination}: the model has ranks 0 to {ranks - 1}." + see("FD024"))
+        return self._full_state_dict(keep=destination in (None, self.parts.now.process_group.rank()))
+
+    def _check_saves(self) -> None:
+        """DCP makes state to load into, and then asks for it."""
+        if self.parts.refuses and not self.state:
+            raise RuntimeError(f"fastddp: {self.parts.refuses}")
 
     def _full_state_dict(self, *, keep: bool) -> dict[str, Any]:
+        self._check_saves()
         self.parts.shards.begin_step()
         state = self._held().whole(keep=keep)
         return {"state": state, "param_groups": super().state_dict()["param_groups"]} if keep else {}
@@ -284,6 +317,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         for group, of_saved in zip(self.param_groups, saved.groups, strict=True):
             group.update(copy.deepcopy(settings_of(of_saved)))
         self._has_stepped = bool(saved.of_parameter)
+        parts.refuses = ""
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -46,7 +46,9 @@ class Parts:
         self.groups: list[Group] = []  # the optimizer's, with the model's parameters
         self.optimizer: Callable[[], object] = lambda: None  # the sharded optimizer; None: it is gone
         self.inner: list[Optimizer] = []  # by bucket
+        self.refuses = ""  # why it neither steps nor saves; empty: it does
         self._shards: Shards | None = None
+        self._has_moved = False  # since parameters were laid out
 
     @property
     def model(self) -> DistributedDataParallel:
@@ -106,16 +108,44 @@ class Parts:
 
     # ---------------------------------------------------------------------------------------------- for the engine
 
+    @property
+    def settings(self) -> list[str]:
+        """What all ranks must have alike, in words."""
+        shard = "parameters" if self.whole else "elements"
+        gather = "step" if self.waits_in_step else "forward"
+        return [f"ShardedOptimizer(shard={shard!r}, gather={gather!r}, parameter_wire={self._wire})"]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this rank has state, or copies in fp32, that no parameter has."""
+        return any(inner.state for inner in self.inner) or any(
+            bucket.main is not None for bucket in self.shards.buckets
+        )
+
+    def leave(self) -> None:
+        """The model leaves its ranks: nobody waits for parameters that have not come."""
+        self.refuses = _HAS_LEFT
+        self.shards.give_up()
+
+    def move(self, *, without_state: bool) -> None:
+        """The model has other ranks, and this one will have other parts; ``without_state``: there was state."""
+        self.refuses = _LACKS_STATE if without_state else ""
+        self._has_moved = True
+
     def lay_out(self) -> _C.Sharding:
         """Put parameters into flat memory for the buckets in force, with what was there, and say who has what."""
         before, inner_before = self._shards, self.inner
-        if before is not None:
+        has_moved, self._has_moved = self._has_moved, False
+        if before is not None and not has_moved:
             before.begin_step()  # copies in fp32 follow what others have written
         self._shards = shards = Shards(self.now, whole=self.whole, wire=self._wire, waits_in_step=self.waits_in_step)
         self.inner = [self._inner_of(bucket) for bucket in shards.buckets]
         if before is not None:
             before.release()
-            self._take_over(before, inner_before)
+            if has_moved:
+                shards.incomplete = before.incomplete
+            else:
+                self._take_over(before, inner_before)
         shards.install()
         return shards.sharding
 
@@ -223,6 +253,17 @@ class Parts:
         for span in shards.spans():
             if span.parameter not in kept:
                 span.holder.grad = None
+
+
+_HAS_LEFT = (
+    "the model of this ShardedOptimizer has left its ranks. Call model.regroup() with ranks that it can train with."
+    + see("FD053")
+)
+_LACKS_STATE = (
+    "the model of this ShardedOptimizer has other ranks than before. Each rank had a part of the state, and those of "
+    "ranks that are gone are lost. Call load_state_dict() on all ranks, with a checkpoint that the model was loaded "
+    "from too. Before a change that you plan, gather_state() gives all of it." + see("FD053")
+)
 
 
 class OfParts:

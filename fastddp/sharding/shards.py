@@ -90,7 +90,7 @@ class Shards:
             id(self._parameters[index]): number for number, bucket in enumerate(self.plan) for index in bucket
         }
         self._arriving: ModulesWithArriving | None = None
-        self._incomplete: dict[int, int] = {}  # versions of parameters whose gather has failed
+        self.incomplete: dict[int, int] = {}  # versions of parameters whose gather has failed
         self.versions = [parameter._version for parameter in self._parameters]
 
     def _lay_out(self, number: int, bucket: Sequence[int], wire: torch.dtype | None) -> OneBucket:
@@ -233,20 +233,32 @@ class Shards:
         try:
             yield
         except BaseException:
-            self._incomplete.update((index, self._parameters[index]._version) for index in self.plan[number])
-            for module in self._module.modules():
-                module.register_state_dict_pre_hook(lambda *_: self.check())
+            self._lacks(number)
             raise
+
+    def _lacks(self, number: int) -> None:
+        """Bucket ``number`` will not come."""
+        self.incomplete.update((index, self._parameters[index]._version) for index in self.plan[number])
+        for module in self._module.modules():
+            module.register_state_dict_pre_hook(lambda *_: self.check())
+
+    def give_up(self) -> None:
+        """Wait for no parameters any more. Those that have not come are incomplete."""
+        for number in filter(self._gather.is_on_its_way, range(len(self.buckets))):
+            self._lacks(number)
+        if self._arriving is not None:
+            self._arriving.end()
+            self._arriving = None
 
     def check(self) -> None:
         """Raise RuntimeError if a gather of parameters has failed, and nobody has written to them since."""
-        for index, version in self._incomplete.items():
+        for index, version in self.incomplete.items():
             if self._parameters[index]._version == version:
                 raise RuntimeError(
                     f"fastddp: parameter {self._names[index]} is incomplete: after the optimizer's last step this rank "
                     "did not get what other ranks had stepped. Start again from the last checkpoint." + see("FD044")
                 )
-        self._incomplete.clear()
+        self.incomplete.clear()
 
     def wait_where_read(self, module: nn.Module) -> None:
         """Let parameters arrive. Who reads one through ``module`` or a module in it waits for its bucket.

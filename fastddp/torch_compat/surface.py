@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from fastddp import comm_hooks
-from fastddp._C import Expect
-from fastddp.engine import Engine, Recipe
+from fastddp._C import Expect, Lost
+from fastddp.engine import Carried, Engine, Recipe
 from fastddp.errors import see
 from fastddp.module.buffers import buffer_hook
 from fastddp.module.numbering import ModelNumber
@@ -63,6 +63,8 @@ class TorchSurface(TorchDDP):
     _comm_hook: tuple[object, Callable[..., Any]] | None
     _builtin_hook_name: str | None = None  # torch's name of the hook, if torch has no function for it
     _begin_shadow: Callable[[bool, bool], None]
+    regroup: Callable[[dist.ProcessGroup], None]
+    _on_lost: Callable[[Lost], None] | None = None
     _is_alone = False  # whether no other model may have a parameter of this one
     _divide_by_initial_world_size: bool
 
@@ -158,18 +160,23 @@ class TorchSurface(TorchDDP):
         now.is_uneven = self._join_config.enable
         now.counts_ranks_with_inputs = now.is_uneven and not self._divide_by_initial_world_size
 
-    def _make_engine(self) -> None:
-        """Make the model's engine, in place of an earlier one."""
+    def _make_engine(self, carried: Carried | None = None) -> None:
+        """Make the model's engine, in place of an earlier one that has left ``carried``."""
         before = self.__dict__.get("engine")
         audited = None if before is None or before.audit is None else before.audit.tensors
         self.logger = Logger(self)
         note_error = self.logger.set_error_and_log
+        hook = self._comm_hook
+        if hook is not None and before is not None:
+            hook = (before.remembers or hook[0], hook[1])
         self.engine = Engine(
-            self._recipe, self.process_group, self._number, Reducer, note_error, self._comm_hook, audited
+            self._recipe, self.process_group, self._number, Reducer, note_error, hook, audited, carried
         )
         assert isinstance(self.engine.reducer, Reducer)
         self.reducer = self.engine.reducer
         self.reducer.belongs_to(self.engine)
+        if self._on_lost is not None:
+            self.reducer.on_lost(self._on_lost)
         check_not_shared(self.engine, if_sharded=True)
         for other, name in _sharing(self.engine):
             if self._is_alone or other._is_alone:
@@ -198,14 +205,9 @@ class TorchSurface(TorchDDP):
         """Do nothing: ranks tell each other which rows they have."""
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Average over another group of ranks from the next step on. Ranks outside of it keep their group.
-
-        A group in a communication hook's state is not changed.
-        """
-        if dist.distributed_c10d._rank_not_in_group(new_process_group):
-            return
-        self.process_group = new_process_group
-        self._make_engine()
+        """As :meth:`regroup`. Ranks outside of the group keep theirs."""
+        if not dist.distributed_c10d._rank_not_in_group(new_process_group):
+            self.regroup(new_process_group)
 
     def _set_static_graph(self) -> None:
         """Set ``static_graph=True`` after construction. Raises RuntimeError if a step has begun."""

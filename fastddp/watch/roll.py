@@ -9,10 +9,10 @@ import contextlib
 import os
 import socket
 import time
-import weakref
 
 import torch.distributed as dist
 
+from fastddp.ranks.generations import OfGroups
 from fastddp.ranks.listing import listed
 from fastddp.ranks.together import explanations
 from fastddp.watch.python_calls import state_of
@@ -26,20 +26,20 @@ _LAUNCH = (
     "fastddp. Start it with torchrun -m fastddp, or call fastddp.patch() in the script."
 )
 _FOLLOWS = "-"  # its collective has failed, so its own end is no cause
-_entered: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # by which process
+_entered: OfGroups[int] = OfGroups()  # by which process
 
 
 def enter(group: dist.ProcessGroup) -> None:
     """Say that this rank is here, once."""
-    if _entered.get(group) != os.getpid():
+    if _entered.get(group, 0) != os.getpid():
         _entered[group] = os.getpid()
         _write(group, "")
 
 
 def leave(error: str) -> None:
     """Say by which error this process ends."""
-    for group, pid in list(_entered.items()):
-        if pid == os.getpid():
+    for group in _entered.groups():
+        if _entered.get(group, 0) == os.getpid():
             with contextlib.suppress(Exception):  # the store may have gone first
                 _write(group, error)
 
@@ -49,7 +49,7 @@ def who_has_ended(group: dist.ProcessGroup) -> str:
 
     A collective in ``group`` has failed. Where no model is over it, ranks are those of the first model's group.
     """
-    group = group if group in _entered else next(iter(_entered), group)
+    group = next(iter([group] if _entered.get(group, 0) else _entered.groups()), group)
     try:
         _write(group, _FOLLOWS)
         for _ in range(_LOOKS):

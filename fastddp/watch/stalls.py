@@ -51,7 +51,7 @@ def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
     # A number that the ranks of this model share, and no others on their machines.
     first = store.compare_set(f"{key}/job", "", f"{socket.gethostname()} {os.getpid()} {time.time_ns()}")
     job = int.from_bytes(hashlib.blake2b(first, digest_size=8).digest(), "big")
-    now.reducer.progress.belongs_to(job, sys.argv[0] if sys.argv else "")
+    now.reducer.progress.belongs_to(job, sys.argv[0] if sys.argv else "", now.number.generation)
     models.add(now)
     _end_with_a_child()
     if options.stall is None:

@@ -211,7 +211,7 @@ WITHOUT_INIT_SYNC = [(case, False) for case, (plans, _) in DIFFERING.items() if 
 def test_plans_that_differ_raise_on_every_rank(ranks: RankPool, case: str, init_sync: bool) -> None:
     plans, (on_rank_0, on_rank_1) = DIFFERING[case]
     first, second = ranks.errors(wrapped_with, 2, plans, {"init_sync": init_sync})
-    assert first.type_name == "RuntimeError"
+    assert first.type_name == "RanksDiffer"
     assert first.message == second.message
     zero, one = first.message.partition("  rank 1: ")[::2]
     assert "not given the same bucket plan" in zero

@@ -223,7 +223,7 @@ def test_what_lacks_for_the_zero_cta_policy_is_said() -> None:
 def test_a_window_is_made_of_what_is_in_the_pool_and_a_later_one_in_the_same_pool() -> None:
     """As torch has it from 2.11 on: what the backend's allocator gave is registered afterwards, by all ranks."""
     done = mock.MagicMock()
-    group: Any = object()
+    group: Any = mock.Mock(spec=dist.ProcessGroup)
     device = torch.device("cpu")
     with (
         mock.patch.object(torch.cuda, "MemPool", done.pool),

@@ -59,6 +59,7 @@ class LiveRank:
     last_bucket: int | None  # the bucket of ``last_parameter``
     step_seconds: tuple[float, ...]  # of the last steps
     path: str  # of its page
+    generation: int  # how often the model has been given other ranks
     job: int  # the same for all ranks that train one model together; 0: not said
     script: str  # that the process runs; empty: not said
     started: float | None  # when the process was, in seconds since 1970; None: not known
@@ -126,6 +127,7 @@ def live_rank(snapshot: Snapshot, path: str) -> LiveRank:
         last_bucket=next((i for i, of in enumerate(snapshot.buckets) if last in of.members), None),
         step_seconds=tuple(snapshot.step_seconds),
         path=path,
+        generation=snapshot.generation,
         job=snapshot.job,
         script=Path(snapshot.script).name,
         started=_started(snapshot.start),

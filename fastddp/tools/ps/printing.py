@@ -17,7 +17,7 @@ from rich.text import Text
 from fastddp.tools.ps.live import FOLDER, LiveRank, Node, in_jobs
 from fastddp.tools.trace.wording import LONGEST_NAME, UNKNOWN, printable, shortened
 
-VERSION = 2  # of the JSON: it changes with the fields' names and meaning
+VERSION = 3  # of the JSON: it changes with the fields' names and meaning
 
 NOTHING = (
     "No ranks to see: no process of this user on this node has a DistributedDataParallel of fastddp yet, or those that "
@@ -142,6 +142,7 @@ def heading(job: Sequence[LiveRank]) -> str:
         printable(first.script) or "a script without a name",
         *([] if started is None else [f"started {started}"]),
         f"{here} of {whole} rank{'' if whole == 1 else 's'} on {first.host}",
+        *([f"generation {first.generation}"] if first.generation else []),
         f"step {min(steps):,}" + (f" to {max(steps):,}" if max(steps) > min(steps) else ""),
     ]
     return ", ".join(parts)

@@ -1,0 +1,153 @@
+"""What fastddp has to know of torchft's manager, and torch of its process groups."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import urllib.request
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fastddp.errors import see
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+_numbers = itertools.count(1)
+_STORE_TIMEOUT = timedelta(seconds=60)
+_SEEN = re.compile(r"([^\s<>]+): seen ([\d.e+-]+)s ago")
+_MEMBER = re.compile(r"<b>([^<]+)</b>")
+
+
+def check_manager(manager: Manager) -> None:
+    """Raise unless every replica of a quorum takes part in its step, from the first one on.
+
+    Raises:
+        ValueError: the quorum is asynchronous, or has spares.
+    """
+    if manager._use_async_quorum:
+        raise ValueError(
+            "fastddp.elastic takes a torchft.Manager(use_async_quorum=False). With an asynchronous quorum a replica "
+            "that joins computes its first gradients before it has the others' parameters." + see("FD054")
+        )
+    mode = manager._replica_world_size_mode
+    if mode.name != "DYNAMIC":
+        raise ValueError(
+            f"fastddp.elastic takes WorldSizeMode.DYNAMIC, not {mode.name}: a spare would take part in each average."
+            + see("FD054")
+        )
+
+
+class Quorum:
+    """The process group of a manager's present quorum.
+
+    It follows the manager's ``reconfigure``: :attr:`number` grows with each, also where the object stays the same.
+    """
+
+    def __init__(self, manager: Manager, device: torch.device) -> None:
+        self.manager = manager
+        self.number = 0
+        self._device = device
+        self._handles: list[str] = []
+        reconfigure = manager._reconfigure_pg
+        this = weakref.ref(self)
+
+        def note(communicator_id: int, handles: list[str]) -> None:
+            if (quorum := this()) is not None:
+                quorum.number += 1
+                quorum._handles = [*handles]
+                quorum._store = f"torchft/{communicator_id}"
+            reconfigure(communicator_id, handles)
+
+        manager._reconfigure_pg = note
+        self._store = ""
+
+    def group(self) -> dist.ProcessGroup:
+        """The group, known to torch.
+
+        Raises:
+            RuntimeError: there is none, since the manager could not make it.
+        """
+        group: Any = self.manager._pg
+        while type(group) is not dist.ProcessGroup and hasattr(group, "_pg"):
+            group = group._pg  # torchft's are Python around a group of torch's
+        if group is None:
+            raise RuntimeError("fastddp: the manager has no process group now.")
+        if group not in dist.distributed_c10d._world.pg_map:
+            make_known(group, self._open_store(), self._device)
+        return group
+
+    def _open_store(self) -> dist.Store:
+        """Of the first replica, where those of torchft's groups meet."""
+        try:
+            host, port = json.loads(self._handles[0])["store"].rsplit(":", 1)
+        except (ValueError, KeyError, TypeError):  # of a native group
+            return dist.HashStore()
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        return dist.PrefixStore(f"fastddp/{self._store}", store)
+
+
+def make_known(group: dist.ProcessGroup, store: dist.Store, device: torch.device) -> None:
+    """Let torch's functions take a group that it has not made, until :func:`forget`."""
+    world, name = dist.distributed_c10d._world, f"fastddp.elastic {next(_numbers)}"
+    backend = group._get_backend(device).name()
+    world.pg_map[group] = backend, store
+    world.pg_names[group] = name  # type: ignore[index]
+    world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    world.pg_backend_config[group] = f"{device.type}:{backend}"
+
+
+def forget(group: dist.ProcessGroup) -> None:
+    """Undo :func:`make_known`."""
+    world = dist.distributed_c10d._world
+    if str(world.pg_names.get(group, "")).startswith("fastddp.elastic"):
+        for known in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+            known.pop(group, None)
+
+
+def group_of_one(device: torch.device) -> dist.ProcessGroup:
+    """This process alone, before the first quorum."""
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    backend = dist.ProcessGroupGloo(store, 0, 1, _STORE_TIMEOUT)
+    backend._set_sequence_number_for_group()
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(device, dist.ProcessGroup.BackendType.GLOO, backend)
+    make_known(group, store, device)
+    return group
+
+
+class Lighthouse:
+    """The page on which torchft's lighthouse says when it has last heard of each replica.
+
+    ``address``: None: what torchft takes from the environment (``TORCHFT_LIGHTHOUSE``); unknown, nobody is silent.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self._address = address or os.environ.get("TORCHFT_LIGHTHOUSE")
+
+    def silent(self, seconds: float) -> list[str]:
+        """Replicas of the last quorum of which it has not heard for so long."""
+        if self._address is None:
+            return []
+        with urllib.request.urlopen(f"{self._address.rstrip('/')}/status", timeout=1) as answer:
+            page = answer.read().decode()
+        members = set(_MEMBER.findall(page))
+        return [replica for replica, ago in _SEEN.findall(page) if replica in members and float(ago) > seconds]
+
+
+def names(replicas: Sequence[str]) -> str:
+    """Replicas in the words of messages, without torchft's identifiers.
+
+    >>> names(["1:6b2a"])
+    'replica 1'
+    """
+    short: list[Any] = [replica.split(":")[0] for replica in replicas]
+    return f"replica{'s' if len(short) > 1 else ''} {', '.join(short)}"

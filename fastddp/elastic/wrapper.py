@@ -1,0 +1,143 @@
+"""``fastddp.elastic.DistributedDataParallel``: averages over the replicas of torchft's quorum."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fastddp import ddp
+from fastddp._C import Lost
+from fastddp.elastic.quorum import Lighthouse, Quorum, check_manager, forget, group_of_one, names
+from fastddp.engine import Carried
+from fastddp.errors import see
+from fastddp.module.replicas import RanksDiffer
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+_LOOK = 0.1  # seconds
+_WAITS = ("tick", "finish", "closing", "gather", "agree")  # what a rank does while it waits for others
+
+
+class DistributedDataParallel(ddp.DistributedDataParallel):
+    """Takes the place of ``torchft.DistributedDataParallel``: the same arguments, and the same loop.
+
+    A replica that joins gets parameters and the optimizer's state by the manager, and buckets and what compression has
+    alike by :meth:`~fastddp.DistributedDataParallel.regroup`, before its first forward: it counts at once. A replica
+    that is lost ends the step of the others without an error, and ``should_commit()`` refuses it.
+
+    Args:
+        manager: a ``torchft.Manager`` with ``use_async_quorum=False``.
+        module: the module to train.
+        heartbeat: for how many seconds the lighthouse may have heard nothing of a replica for which others wait.
+        lighthouse: its address; None: ``TORCHFT_LIGHTHOUSE`` of the environment. Without an address a replica that
+            hangs is waited for until the process group's time-out.
+        **kwargs: of :class:`fastddp.DistributedDataParallel`, without ``process_group`` and ``device_mesh``.
+
+    Raises:
+        ValueError: the quorum is asynchronous or has spares, or a process group or a mesh is given.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        module: nn.Module,
+        *,
+        heartbeat: float = 5.0,
+        lighthouse: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_manager(manager)
+        for name in {"process_group", "device_mesh", "hierarchy"} & kwargs.keys():
+            raise ValueError(f"{name}: the manager's quorum says which ranks there are. Leave it out." + see("FD054"))
+        device = next(module.parameters()).device
+        super().__init__(module, process_group=group_of_one(device), **kwargs)
+        self._quorum = Quorum(manager, device)
+        self._followed = 0  # number of the quorum
+        self._is_out = False  # this step has no other replicas
+        self.on_lost(_teller(manager))
+        _end_waits_for_the_silent(self, Lighthouse(lighthouse), heartbeat)
+
+    def _make_engine(self, carried: Carried | None = None) -> None:
+        super()._make_engine(carried)
+        # The reducer is locked while it waits.
+        self._waiting = self.reducer.progress, self.reducer.interruption
+
+    def _begin(self, synchronises: bool, grad_enabled: bool) -> None:
+        self._is_out = False
+        try:
+            if synchronises and grad_enabled:
+                self._follow()
+            super()._begin(synchronises, grad_enabled)
+        except RuntimeError as error:
+            if not self._is_of_others(error):
+                raise
+            self._is_out = True
+            self._quorum.manager.report_error(error)
+
+    def _follow(self) -> None:
+        """Go where the quorum is."""
+        number = self._quorum.number
+        if number == self._followed:
+            return
+        before = self.process_group
+        self.engine.leave(group_stays=False)
+        group = self._quorum.group()
+        if group is not before:
+            forget(before)
+        self.regroup(group)
+        self._followed = number
+
+    def _is_of_others(self, error: RuntimeError) -> bool:
+        """Whether other replicas are to blame, so that the loop goes on, and the manager refuses the step."""
+        if isinstance(error, RanksDiffer):
+            return self._quorum.manager.participating_rank() not in error.ranks
+        return "[FD" not in str(error) or any(see(code) in str(error) for code in ("FD015", "FD052"))
+
+    def _post_forward(self, output: Any) -> Any:
+        return output if self._is_out else super()._post_forward(output)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            forget(self.process_group)
+
+
+def _teller(manager: Manager) -> Any:
+    of_manager = weakref.ref(manager)
+
+    def tell(lost: Lost) -> None:
+        if (manager := of_manager()) is not None:
+            manager.report_error(dist.DistBackendError(lost.what))
+
+    return tell
+
+
+def _end_waits_for_the_silent(model: DistributedDataParallel, lighthouse: Lighthouse, heartbeat: float) -> None:
+    """In a thread, while the model lives: end its waits for replicas of which the lighthouse hears nothing."""
+    of_model = weakref.ref(model)
+
+    def look() -> bool:
+        if (model := of_model()) is None:
+            return False
+        progress, interruption = model._waiting
+        del model
+        doing = progress.read()
+        if doing.doing in _WAITS and doing.seconds > _LOOK and (silent := lighthouse.silent(heartbeat)):
+            said = f"fastddp: the lighthouse has not heard of {names(silent)} for {heartbeat:g} s."
+            interruption.interrupt(said + see("FD015"))
+        return True
+
+    def run() -> None:
+        goes_on = True
+        while goes_on:
+            time.sleep(_LOOK)
+            with contextlib.suppress(OSError):  # the lighthouse does not answer
+                goes_on = look()
+
+    threading.Thread(target=run, name="fastddp elastic", daemon=True).start()

@@ -1,0 +1,145 @@
+"""A replica under torchft: trains, and says what it does, a line of JSON each. Faults are its arguments.
+
+Inputs depend on the step and on the replica's number, so that a step can be computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchft import Manager, ProcessGroupGloo
+from torchft.optim import OptimizerWrapper
+
+import fastddp
+from fastddp import comm_hooks, elastic
+
+SIDE = 64
+
+
+def module_of(layers: int = 4) -> nn.Module:
+    """The model, the same everywhere."""
+    torch.manual_seed(7)
+    return nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(layers)))
+
+
+def inputs_of(step: int, replica: int) -> Tensor:
+    """What the replica trains with in this step."""
+    return torch.randn(8, SIDE, generator=torch.Generator().manual_seed(1000 * step + replica))
+
+
+def digest(module: nn.Module) -> str:
+    """Of all parameters' bits."""
+    found = hashlib.sha256()
+    for parameter in module.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def say(**what: Any) -> None:
+    """To whoever started the replica."""
+    print(json.dumps({"time": time.time(), **what}), flush=True)
+
+
+def die(how: str) -> None:
+    """Now: by this signal."""
+    say(event="dies")
+    os.kill(os.getpid(), getattr(signal, how))
+
+
+def main() -> None:
+    """Train until the step is reached, or something ends it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--replica", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--hook", default="")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--least", type=int, default=2)
+    parser.add_argument("--die-at", type=int, default=-1)
+    parser.add_argument("--where", default="")
+    parser.add_argument("--how", default="SIGKILL")
+    parser.add_argument("--heartbeat", type=float, default=0.5)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
+    parser.add_argument("--theirs", action="store_true", help="torchft's class")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    module = module_of(given.layers)
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=given.least,
+        use_async_quorum=False,
+        replica_id=str(given.replica),
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=20),
+        quorum_timeout=timedelta(seconds=40),
+    )
+    if given.theirs:
+        import torchft
+
+        model = torchft.DistributedDataParallel(manager, module)
+    else:
+        model = elastic.DistributedDataParallel(
+            manager, module, heartbeat=given.heartbeat, bucket_cap_mb=0.02, watch=fastddp.Watch(stall=None)
+        )
+    if given.hook == "powersgd":
+        state = comm_hooks.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1)
+        model.register_comm_hook(state, comm_hooks.powerSGD_hook)
+    elif given.hook:
+        model.register_comm_hook(*comm_hooks.hook_named(given.hook))
+    optimizer = OptimizerWrapper(manager, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9))
+
+    def fault(where: str) -> None:
+        if given.where == where and manager.current_step() == given.die_at:
+            die(given.how)
+
+    module[1].register_forward_hook(lambda *_: fault("forward"))
+    module[1].weight.register_post_accumulate_grad_hook(lambda _: fault("bucket"))
+    say(event="ready")
+    while manager.current_step() < given.steps:
+        time.sleep(given.pause)
+        optimizer.zero_grad()
+        step = manager.current_step()
+        loss = model(inputs_of(step, given.replica)).square().mean()
+        loss.backward()
+        say(event="averaged", step=step, ranks=manager.num_participants(), quorum=manager._quorum_id)
+        fault("commit")
+        optimizer.step()
+        committed = manager.current_step() > step
+        say(
+            event="step",
+            step=step,
+            committed=committed,
+            ranks=manager.num_participants(),
+            quorum=manager._quorum_id,
+            generation=getattr(getattr(model, "_number", None), "generation", 0),
+            digest=digest(module),
+        )
+    say(event="done", sums=[parameter.double().sum().item() for parameter in module.parameters()])
+    manager.shutdown(wait=False)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
