@@ -42,7 +42,7 @@ def module_of(width: int, layers: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
 
 
-# ------------------------------------------------------------------------------------------------------------------ step
+# ----------------------------------------------------------------------------------------------------------------- step
 
 
 def manager_of(name: str, lighthouse: str) -> Any:
@@ -104,13 +104,15 @@ def measure_step(options: argparse.Namespace, facts: harness.Row) -> list[harnes
     from torchft._torchft import LighthouseServer
 
     address = os.environ.get("FASTDDP_BENCH_ADDRESS", "localhost")
-    with mock.patch.object(socket, "gethostname", lambda: address):
+    with mock.patch.object(socket, "gethostname", return_value=address):
         told: list[Any] = [None]
         names = [name for name in CONTESTANTS if name not in (STATIC, AGAIN)]
         if dist.get_rank() == 0:
             servers = {name: LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=60_000) for name in names}
             held.extend(servers.values())
-            told = [{name: f"http://{address}:{server.address().rsplit(':', 1)[1]}" for name, server in servers.items()}]
+            told = [
+                {name: f"http://{address}:{server.address().rsplit(':', 1)[1]}" for name, server in servers.items()}
+            ]
         dist.broadcast_object_list(told, 0)
         contestants = [Contestant(name, told[0], options) for name in CONTESTANTS]
         inputs = torch.randn(4, options.width)
@@ -162,7 +164,7 @@ def run_step(options: argparse.Namespace) -> list[harness.Row]:
         return harness.spawn_ranks(measure_step, (options, facts), 2, options.threads, enter=seated)
 
 
-# --------------------------------------------------------------------------------------------------------------- regroup
+# -------------------------------------------------------------------------------------------------------------- regroup
 
 
 def measure_regroup(options: argparse.Namespace) -> list[harness.Row]:
@@ -199,7 +201,7 @@ def run_regroup(options: argparse.Namespace) -> list[harness.Row]:
     return harness.spawn_ranks(measure_regroup, (options,), options.ranks, options.threads)
 
 
-# ----------------------------------------------------------------------------------------------------------------- kills
+# ---------------------------------------------------------------------------------------------------------------- kills
 
 
 def run_kills(options: argparse.Namespace) -> list[harness.Row]:
@@ -219,7 +221,12 @@ def run_kills(options: argparse.Namespace) -> list[harness.Row]:
         gaps = show.gaps()
         rows.append(
             facts
-            | {"contestant": f"{kills} kills", "seconds": seconds, "every_s": options.every, "heartbeat_s": options.heartbeat}
+            | {
+                "contestant": f"{kills} kills",
+                "seconds": seconds,
+                "every_s": options.every,
+                "heartbeat_s": options.heartbeat,
+            }
             | {"committed": show.committed(), "lost_steps_per_kill": lost and max(lost), "kills": len(show.killed)}
             | {"gap_median_s": round(statistics.median(gaps), 3) if gaps else None}
             | {"gap_most_s": round(max(gaps), 3) if gaps else None, "replicas_equal": show.replicas_are_equal()}
@@ -274,4 +281,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-

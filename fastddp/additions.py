@@ -14,7 +14,8 @@ from fastddp.config import check_types
 from fastddp.errors import see
 from fastddp.planning.bucket_plan import BucketPlan
 from fastddp.ranks.backends import check_numbers
-from fastddp.regrouping import agree, change_groups, check_may_regroup, tell
+from fastddp.ranks.listing import ranks
+from fastddp.regrouping import Names, agree, change_groups, check_may_regroup, tell
 from fastddp.times.step_report import StepReport
 from fastddp.torch_compat.surface import TorchSurface
 from fastddp.watch.non_finite import NonFinite, blame
@@ -25,6 +26,12 @@ from fastddp.window.grad_norm import measured
 
 class Additions(TorchSurface):
     """Torch's class with these methods added. The subclass has the constructor and the step."""
+
+    _names_of_ranks: Names = staticmethod(ranks)
+
+    def _name_ranks(self) -> Names:
+        """What the ranks of the present group are called."""
+        return ranks
 
     def bucket_plan(self) -> BucketPlan:
         """Which parameters share a bucket now. "Bucket 3" in an error is number 3 of this plan.
@@ -111,8 +118,10 @@ class Additions(TorchSurface):
             ([], False) if sharded is None else (sharded.settings, sharded.has_state),
         )
         begin_to_watch(process_group)
-        tell(self._number, agreed.number, process_group.rank(), lost)
-        self.process_group, self._number = process_group, agreed.number
+        names = self._names_of_ranks, self._name_ranks()
+        if process_group.rank() == 0 and self._number.members:
+            tell(self._number, agreed.number, lost, names)
+        self.process_group, self._number, self._names_of_ranks = process_group, agreed.number, names[1]
         self._make_engine(agreed.carried)
         if sharded is not None:
             sharded.move(without_state=agreed.without_state)

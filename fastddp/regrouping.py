@@ -19,6 +19,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,10 +40,12 @@ from fastddp.module.replicas import broadcast_replicas, numbers_of, verify_repli
 from fastddp.ranks.generations import begin_generation, this_process
 from fastddp.ranks.groups import destroy_parts
 from fastddp.ranks.hierarchy import describe_hierarchy
-from fastddp.ranks.listing import ranks as ranks_in_words
 from fastddp.ranks.together import models
 
 _log = logging.getLogger("fastddp")
+
+Names = Callable[[list[int]], str]
+"""Says ranks in words."""
 
 _EXPECTED = {Expect.all: "neither", Expect.as_last: "find_unused_parameters", Expect.as_first: "static_graph"}
 
@@ -213,18 +216,25 @@ def _length(carried: Carried) -> int:
     return 3 + 4 * carried.parameters
 
 
-def tell(before: ModelNumber, now: ModelNumber, rank: int, lost: Lost | None) -> None:
-    """Say, on the first rank, which ranks have left and joined."""
-    if rank != 0 or not before.members:
-        return
+def tell(before: ModelNumber, now: ModelNumber, lost: Lost | None, names: tuple[Names, Names]) -> None:
+    """Say which ranks have left and joined, by their ``names`` before and now."""
     left = [rank for rank, member in enumerate(before.members) if member not in now.members]
     joined = [rank for rank, member in enumerate(now.members) if member not in before.members]
     said = []
     if left:
-        why = "" if lost is None else f" ({lost.what}) in step {lost.window + 1}"
+        why = "" if lost is None else f" ({_in_short(lost.what)}) in step {lost.window + 1}"
         why += "" if lost is None or lost.bucket is None else f", bucket {lost.bucket}"
-        said.append(f"{ranks_in_words(left)} of generation {before.generation} left{why}")
+        said.append(f"{names[0](left)} left{why}")
     if joined:
-        said.append(f"{ranks_in_words(joined)} joined")
+        said.append(f"{names[1](joined)} joined")
     said.append(f"{len(before.members)} → {len(now.members)} ranks")
-    _log.warning("generation %d: %s.", now.generation, "; ".join(said))
+    _log.warning("%s, generation %d.", "; ".join(said), now.generation)
+
+
+def _in_short(what: str) -> str:
+    """An error's first sentence, without the places where gloo and torch say that it was raised.
+
+    >>> _in_short("[/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:80. This is typical.")
+    'Connection closed by peer'
+    """
+    return re.split(r" \[|\. ", re.sub(r"^\[[^\]]*\] ", "", what))[0].rstrip(".")

@@ -1,9 +1,8 @@
-"""Survives `kill -9` of any rank: torchrun starts all ranks again, and they go on from the last checkpoint, bit for bit.
+"""Survives `kill -9` of any rank: torchrun starts all ranks again, from the last checkpoint, bit for bit.
 
 torchrun --nproc-per-node=2 --max-restarts=10 examples/recipes/restarts.py checkpoints
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def save() -> None:
     dist.barrier()
     if rank == 0:
         (folder / "latest.new").write_text(str(step))
-        os.replace(folder / "latest.new", folder / "latest")
+        (folder / "latest.new").replace(folder / "latest")
 
 
 if (folder / "latest").exists():

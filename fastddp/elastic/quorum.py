@@ -8,7 +8,7 @@ import os
 import re
 import urllib.request
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,14 @@ class Quorum:
         if group not in dist.distributed_c10d._world.pg_map:
             make_known(group, self._open_store(), self._device)
         return group
+
+    def names(self) -> Callable[[list[int]], str]:
+        """What replicas are called, by their ranks: by the numbers at the end of their identifiers, if all have one."""
+        try:
+            numbers = [json.loads(handle)["global_rank"] for handle in self._handles]
+        except (ValueError, KeyError, TypeError):  # of a native group
+            numbers = []
+        return lambda ranks: names([str(numbers[rank] if rank < len(numbers) else rank) for rank in ranks])
 
     def _open_store(self) -> dist.Store:
         """Of the first replica, where those of torchft's groups meet."""

@@ -94,6 +94,9 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         self.regroup(group)
         self._followed = number
 
+    def _name_ranks(self) -> Any:
+        return self._quorum.names()
+
     def _is_of_others(self, error: RuntimeError) -> bool:
         """Whether other replicas are to blame, so that the loop goes on, and the manager refuses the step."""
         if isinstance(error, RanksDiffer):

@@ -281,7 +281,7 @@ def test_the_first_rank_says_who_has_left_and_joined(rank: int) -> None:
         trained.model.regroup(pair)
     trained.model.regroup(dist.group.WORLD)
     logging.getLogger("fastddp").removeHandler(handler)
-    said = ["generation 1: rank 1 of generation 0 left; 3 → 2 ranks.", "generation 2: rank 1 joined; 2 → 3 ranks."]
+    said = ["rank 1 left; 3 → 2 ranks, generation 1.", "rank 1 joined; 2 → 3 ranks, generation 2."]
     assert lines == (said if rank == 0 else [])
 
 

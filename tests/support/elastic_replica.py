@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -27,10 +26,10 @@ from fastddp import comm_hooks, elastic
 SIDE = 64
 
 
-def module_of(layers: int = 4) -> nn.Module:
+def module_of() -> nn.Module:
     """The model, the same everywhere."""
     torch.manual_seed(7)
-    return nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(layers)))
+    return nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(4)))
 
 
 def inputs_of(step: int, replica: int) -> Tensor:
@@ -58,12 +57,11 @@ def die(how: str) -> None:
 
 
 def main() -> None:
-    """Train until the step is reached, or something ends it."""
+    """Train until something ends it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--replica", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--hook", default="")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--frozen", action="store_true", help="one parameter less to train")
     parser.add_argument("--least", type=int, default=2)
     parser.add_argument("--die-at", type=int, default=-1)
     parser.add_argument("--where", default="")
@@ -74,7 +72,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    module = module_of(given.layers)
+    module = module_of()
+    module[0].bias.requires_grad_(not given.frozen)
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
@@ -116,7 +115,7 @@ def main() -> None:
     module[1].register_forward_hook(lambda *_: fault("forward"))
     module[1].weight.register_post_accumulate_grad_hook(lambda _: fault("bucket"))
     say(event="ready")
-    while manager.current_step() < given.steps:
+    while True:
         time.sleep(given.pause)
         optimizer.zero_grad()
         step = manager.current_step()
@@ -134,11 +133,8 @@ def main() -> None:
             quorum=manager._quorum_id,
             generation=getattr(getattr(model, "_number", None), "generation", 0),
             digest=digest(module),
+            sums=[parameter.double().sum().item() for parameter in module.parameters()],
         )
-    say(event="done", sums=[parameter.double().sum().item() for parameter in module.parameters()])
-    manager.shutdown(wait=False)
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""torchft's own tests of its DistributedDataParallel, with fastddp's class in its place: python torchft_tests.py [pytest's arguments].
+"""torchft's own tests of its DistributedDataParallel, with fastddp's class in its place.
 
-Their replicas are threads of one process. Managers are synchronous unless a test says otherwise, and those are left out:
-fastddp refuses them by name.
+python tests/support/torchft_tests.py [pytest's arguments]
+
+Their replicas are threads of one process. Managers are synchronous unless a test says otherwise, and such tests are
+left out: fastddp refuses them by name.
 """
 
 from __future__ import annotations
