@@ -1,4 +1,5 @@
 # make demo    train a small GPT beside torch's DDP, bitwise; stop a rank, and see who names it; send 8 bits
+# make demo-elastic   three replicas under torchft, one of which is killed every few seconds
 # make test    run the quick tests, in which every part is represented (four minutes on two cores)
 # make test-slow   all the others that CI runs;  make test-nightly   those that take it too long;  make mutants   how sharp all are
 # make test-in-place   torch's parity and the contract of exchanges again, with fastddp.replicate in place of the wrapper
@@ -76,7 +77,7 @@ FRAMEWORKS := $(VENV)/.frameworks
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-slow test-in-place test-nightly test-frameworks mutants test-sanitized test-gpu bench-gpu gpu-site gpu-carry wheels sdist docs lint format clean distclean
+.PHONY: help build demo demo-elastic test test-slow test-in-place test-nightly test-frameworks mutants test-sanitized test-gpu bench-gpu gpu-site gpu-carry wheels sdist docs lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -125,6 +126,9 @@ demo: $(READY)
 	ranks=$${ranks:-$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')}; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$$ranks \
 	    examples/train_gpt.py $(ARGS)
+
+demo-elastic: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python examples/elastic.py $(ARGS)
 
 # The command and not `python -m pytest`: that would put this folder on sys.path, where kernels/ shadows another package.
 test: $(READY)

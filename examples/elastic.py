@@ -136,7 +136,7 @@ class Show:
 
     def lost_steps(self) -> list[int]:
         """For each kill, the most steps that a replica has computed in vain until the next one."""
-        ends = [*self.killed[1:], self._seconds]
+        ends = [*self.killed, self._seconds][1:]
         return [
             max(
                 sum(not step[2] and begin <= step[0] - self._begin < end for step in steps) for steps in self._in_time()

@@ -70,7 +70,7 @@ class Quorum:
         self._store = ""
 
     def group(self) -> dist.ProcessGroup:
-        """The group, known to torch.
+        """The group, known to torch with its present ranks.
 
         Raises:
             RuntimeError: there is none, since the manager could not make it.
@@ -80,7 +80,8 @@ class Quorum:
             group = group._pg  # torchft's are Python around a group of torch's
         if group is None:
             raise RuntimeError("fastddp: the manager has no process group now.")
-        if group not in dist.distributed_c10d._world.pg_map:
+        forget(group)
+        if group not in dist.distributed_c10d._world.pg_map:  # else torch has made it
             make_known(group, self._open_store(), self._device)
         return group
 

@@ -86,12 +86,14 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         number = self._quorum.number
         if number == self._followed:
             return
-        before = self.process_group
-        self.engine.leave(group_stays=False)
-        group = self._quorum.group()
-        if group is not before:
-            forget(before)
-        self.regroup(group)
+        before, group = self.process_group, self._quorum.group()
+        try:
+            self.regroup(group)
+        finally:
+            if before is not self.process_group:
+                forget(before)
+            elif group is not before:
+                forget(group)
         self._followed = number
 
     def _name_ranks(self) -> Any:

@@ -47,6 +47,8 @@ def _attribute_of_wrapper(name: str) -> Any:
 class Replicated:
     """What :func:`fastddp.replicate` adds to a module: methods of the wrapper, and FSDP2's names."""
 
+    regroup = _by_wrapper(DistributedDataParallel.regroup)
+    on_lost = _by_wrapper(DistributedDataParallel.on_lost)
     bucket_plan = _by_wrapper(DistributedDataParallel.bucket_plan)
     sample_steps = _by_wrapper(DistributedDataParallel.sample_steps)
     step_report = _by_wrapper(DistributedDataParallel.step_report)

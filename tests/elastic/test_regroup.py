@@ -30,7 +30,10 @@ HOOKS: dict[str, Callable[[], tuple[object, Any] | None]] = {
         comm_hooks.powerSGD_hook,
     ),
 }
-OF_HOOKS = pytest.mark.parametrize("hook", HOOKS)
+SLOW = pytest.mark.tier("slow")
+OF_HOOKS = pytest.mark.parametrize(
+    "hook", [hook if hook in ("int8", "powersgd") else pytest.param(hook, marks=SLOW) for hook in HOOKS]
+)
 
 
 class Trained:
@@ -207,7 +210,10 @@ DIFFERENT: dict[str, Callable[[int, dist.ProcessGroup], Trained]] = {
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
+QUICK = ("model", "bucket_cap_mb", "int8_compress_hook")
+
+
+@pytest.mark.parametrize("what", [what if what in QUICK else pytest.param(what, marks=SLOW) for what in DIFFERENT])
 @on_ranks(3)
 def test_a_rank_that_differs_is_named_on_all_and_the_others_go_on(what: str, rank: int) -> None:
     trio, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
