@@ -169,8 +169,7 @@ def run_step(options: argparse.Namespace) -> list[harness.Row]:
 
 def measure_regroup(options: argparse.Namespace) -> list[harness.Row]:
     """On each rank: from group to group, a step in each."""
-    torch.manual_seed(1)
-    model = fastddp.DistributedDataParallel(module_of(2048, 11), bucket_cap_mb=25)  # 46.1 M
+    model = fastddp.DistributedDataParallel(module_of(options.width, options.layers))
     if options.hook:
         model.register_comm_hook(*comm_hooks.hook_named(options.hook))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -179,7 +178,7 @@ def measure_regroup(options: argparse.Namespace) -> list[harness.Row]:
     for number in range(options.rounds + 2):
         for _ in range(2):
             optimizer.zero_grad()
-            model(torch.randn(2, 2048)).square().mean().backward()
+            model(torch.randn(2, options.width)).square().mean().backward()
             optimizer.step()
         before = model.process_group
         group = dist.new_group(everyone)
@@ -214,20 +213,16 @@ def run_kills(options: argparse.Namespace) -> list[harness.Row]:
     seconds = options.every * options.kills
     shown = {}
     for kills in (0, options.kills):
-        show = Show(replicas=3, every=options.every, kills=kills, seconds=seconds, heartbeat=options.heartbeat)
+        show = Show(3, options.every, kills, seconds, options.heartbeat, stops=options.stops)
         show.run()
         shown[kills] = show
         lost = show.lost_steps()
         gaps = show.gaps()
         rows.append(
             facts
-            | {
-                "contestant": f"{kills} kills",
-                "seconds": seconds,
-                "every_s": options.every,
-                "heartbeat_s": options.heartbeat,
-            }
-            | {"committed": show.committed(), "lost_steps_per_kill": lost and max(lost), "kills": len(show.killed)}
+            | {"contestant": f"{kills} {'stops' if options.stops else 'kills'}", "seconds": seconds}
+            | {"every_s": options.every, "heartbeat_s": options.heartbeat, "kills": len(show.killed)}
+            | {"committed": show.committed(), "lost_steps_per_kill": max(lost, default=None)}
             | {"gap_median_s": round(statistics.median(gaps), 3) if gaps else None}
             | {"gap_most_s": round(max(gaps), 3) if gaps else None, "replicas_equal": show.replicas_are_equal()}
         )
@@ -269,6 +264,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=3.0, help="seconds from kill to kill")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--heartbeat", type=float, default=0.5)
+    parser.add_argument("--stops", action="store_true", help="replicas stand still before they are killed")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     rows = {"step": run_step, "regroup": run_regroup, "kills": run_kills}[options.case](options)

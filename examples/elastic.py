@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def train(replica: int, lighthouse: str, log: str, heartbeat: float) -> None:
         optimizer.load_state_dict(state["optimizer"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=2)),  # also for replicas that are lost while they meet
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
         min_replica_size=2,
@@ -73,12 +74,17 @@ def train(replica: int, lighthouse: str, log: str, heartbeat: float) -> None:
 
 
 class Show:
-    """The whole of it, for some seconds; ``kills`` of replicas, one every so many seconds."""
+    """The whole of it, for some seconds; ``kills`` of replicas, one every so many seconds.
 
-    def __init__(self, replicas: int, every: float, kills: int, seconds: float, heartbeat: float) -> None:
+    ``stops``: replicas stand still first, and are killed when the others have gone on.
+    """
+
+    def __init__(
+        self, replicas: int, every: float, kills: int, seconds: float, heartbeat: float, *, stops: bool = False
+    ) -> None:
         self.killed: list[float] = []  # seconds after the begin
         self._replicas, self._every, self._kills = replicas, every, kills
-        self._seconds, self._heartbeat = seconds, heartbeat
+        self._seconds, self._heartbeat, self._stops = seconds, heartbeat, stops
         self._folder = tempfile.TemporaryDirectory(prefix="fastddp-elastic-")
         self._logs: list[Path] = []
         self._context = multiprocessing.get_context("forkserver")
@@ -99,8 +105,11 @@ class Show:
                 time.sleep(0.05)
                 if len(self.killed) < self._kills and time.time() > self._begin + self._every * (len(self.killed) + 1):
                     replica = len(self.killed) % self._replicas
-                    running[replica].kill()
                     self.killed.append(time.time() - self._begin)
+                    if self._stops:
+                        os.kill(running[replica].pid, signal.SIGSTOP)
+                        time.sleep(self._heartbeat + 1)
+                    running[replica].kill()
                     if speaks:
                         print(f"{self.killed[-1]:5.1f} s: replica {replica} is killed", flush=True)
                     running[replica].join()

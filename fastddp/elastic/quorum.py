@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from fastddp.errors import see
+from fastddp.ranks.together import unexplained
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
 
 _numbers = itertools.count(1)
-_STORE_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=60)
 _SEEN = re.compile(r"([^\s<>]+): seen ([\d.e+-]+)s ago")
 _MEMBER = re.compile(r"<b>([^<]+)</b>")
 
@@ -63,11 +64,9 @@ class Quorum:
             if (quorum := this()) is not None:
                 quorum.number += 1
                 quorum._handles = [*handles]
-                quorum._store = f"torchft/{communicator_id}"
             reconfigure(communicator_id, handles)
 
         manager._reconfigure_pg = note
-        self._store = ""
 
     def group(self) -> dist.ProcessGroup:
         """The group, known to torch with its present ranks.
@@ -82,7 +81,7 @@ class Quorum:
             raise RuntimeError("fastddp: the manager has no process group now.")
         forget(group)
         if group not in dist.distributed_c10d._world.pg_map:  # else torch has made it
-            make_known(group, self._open_store(), self._device)
+            make_known(group, group.get_group_store(), self._device)
         return group
 
     def names(self) -> Callable[[list[int]], str]:
@@ -93,15 +92,6 @@ class Quorum:
             numbers = []
         return lambda ranks: names([str(numbers[rank] if rank < len(numbers) else rank) for rank in ranks])
 
-    def _open_store(self) -> dist.Store:
-        """Of the first replica, where those of torchft's groups meet."""
-        try:
-            host, port = json.loads(self._handles[0])["store"].rsplit(":", 1)
-        except (ValueError, KeyError, TypeError):  # of a native group
-            return dist.HashStore()
-        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-        return dist.PrefixStore(f"fastddp/{self._store}", store)
-
 
 def make_known(group: dist.ProcessGroup, store: dist.Store, device: torch.device) -> None:
     """Let torch's functions take a group that it has not made, until :func:`forget`."""
@@ -111,6 +101,7 @@ def make_known(group: dist.ProcessGroup, store: dist.Store, device: torch.device
     world.pg_names[group] = name  # type: ignore[index]
     world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
     world.pg_backend_config[group] = f"{device.type}:{backend}"
+    unexplained.add(group)
 
 
 def forget(group: dist.ProcessGroup) -> None:
@@ -125,7 +116,7 @@ def group_of_one(device: torch.device) -> dist.ProcessGroup:
     """This process alone, before the first quorum."""
     store = dist.HashStore()
     group = dist.ProcessGroup(store, 0, 1)
-    backend = dist.ProcessGroupGloo(store, 0, 1, _STORE_TIMEOUT)
+    backend = dist.ProcessGroupGloo(store, 0, 1, _TIMEOUT)
     backend._set_sequence_number_for_group()
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(device, dist.ProcessGroup.BackendType.GLOO, backend)

@@ -17,6 +17,7 @@ from fastddp.elastic.quorum import Lighthouse, Quorum, check_manager, forget, gr
 from fastddp.engine import Carried
 from fastddp.errors import see
 from fastddp.module.replicas import RanksDiffer
+from fastddp.watch.options import Watch
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -56,6 +57,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         check_manager(manager)
         for name in {"process_group", "device_mesh", "hierarchy"} & kwargs.keys():
             raise ValueError(f"{name}: the manager's quorum says which ranks there are. Leave it out." + see("FD054"))
+        kwargs.setdefault("watch", Watch(stall=None))  # the lighthouse knows who is there
         device = next(module.parameters()).device
         super().__init__(module, process_group=group_of_one(device), **kwargs)
         self._quorum = Quorum(manager, device)

@@ -19,6 +19,8 @@ from fastddp.errors import see
 
 models: weakref.WeakSet[Any] = weakref.WeakSet()
 """What is in force in each model that is watched."""
+unexplained: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Groups of which a manager knows who has ended: nobody takes the time to look."""
 explanations: list[Callable[[dist.ProcessGroup], str]] = []
 """Each says which rank of a group has ended, in words, or nothing. The first that does is believed."""
 
@@ -59,7 +61,11 @@ def telling_who_has_ended(group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if see("FD015") in str(error) or any(now.reducer.interruption.is_interrupted for now in models):
+        if (
+            group in unexplained
+            or see("FD015") in str(error)
+            or any(now.reducer.interruption.is_interrupted for now in models)
+        ):
             raise  # it says why
         if why := next(filter(None, (explain(group) for explain in explanations)), ""):
             for now in models:

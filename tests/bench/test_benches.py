@@ -25,7 +25,16 @@ sys.path.append(str(ROOT))
 
 from bench import cases, contestants, harness, losses, netns, pays, soak, step
 
-for _name in ("bit_flips.__main__", "compiled", "faults.__main__", "kernels", "sharded", "training", "watching"):
+for _name in (
+    "bit_flips.__main__",
+    "compiled",
+    "elastic",
+    "faults.__main__",
+    "kernels",
+    "sharded",
+    "training",
+    "watching",
+):
     importlib.import_module(f"bench.{_name}")
 
 sys.path.pop()
@@ -142,6 +151,16 @@ def _about_alarms(rows: Rows) -> None:
     assert [(row["alarms"], row["replicas_agree"]) for row in rows] == [([], True)] * 2
 
 
+def _about_regroups(rows: Rows) -> None:
+    assert [(row["contestant"], row["parameters"]) for row in rows] == [("regroup, int8, 2 ranks", 2 * 64 * 64)]
+    assert rows[0]["median_ms"] > 0
+
+
+def _about_kills(rows: Rows) -> None:
+    assert [(row["kills"], row["replicas_equal"]) for row in rows] == [(0, True), (1, True)]
+    assert rows[1]["lost_steps_per_kill"] <= 2
+
+
 TINY = "--case gpt-tiny --warmup 2"
 SMALL = "--layers 1 --width 64 --rounds 2 --warmup 2"
 RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
@@ -174,6 +193,8 @@ RUNS: list[tuple[str, str, Callable[[Rows], None]]] = [
         "--task gpt digits --setting uncompressed torch powersgd2 sharded sharded-int8-rounded --seeds 1 --steps 4",
         _about_training,
     ),
+    ("elastic", "regroup --width 64 --layers 2 --ranks 2 --hook int8 --rounds 2", _about_regroups),
+    ("elastic", "kills --kills 1 --every 4", _about_kills),
     ("watching", "--case 500x32sq --rounds 2 --seconds 0.1", _about_watching),
 ]
 

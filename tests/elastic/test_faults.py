@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from elastic_job import Job, Replica, job
+from repository import ROOT
+
+sys.path.append(str(ROOT))  # only now: with the root there for good, kernels/ could shadow another package
+
+from bench import netns
+
+sys.path.pop()
 
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.timeout(240)
@@ -104,6 +113,24 @@ def test_a_replica_stands_still() -> None:
         check_replicas(running)
         check_lost_steps(replicas)
         assert any("has not heard of replica 1" in line for line in replicas[0].errors)
+
+
+@NIGHTLY
+@pytest.mark.skipif(bool(netns.unavailable()), reason=str(netns.unavailable()))
+def test_a_cable_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two replicas beside the lighthouse go on without the one behind the cable."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", netns.DEVICE)
+    with netns.pair("1gbit") as (left, right), job(where=left.run, host=left.address) as running:
+        ends = (left, left, right)
+        replicas = [
+            running.start(number, PAUSE, "--address", end.address, enter=end.enter) for number, end in enumerate(ends)
+        ]
+        stays = replicas[0]
+        stays.wait_for(lambda: any(said["ranks"] == 3 for said in stays.of("step")[5:]), "does not train")
+        subprocess.run(["ip", "-n", right.name, "link", "set", netns.DEVICE, "down"], check=True)
+        stays.wait_for(lambda: [said["ranks"] for said in stays.of("step")][-MORE:] == [2] * MORE, "does not go on")
+        check_replicas(running)
+        check_lost_steps(replicas)
 
 
 @SLOW

@@ -21,7 +21,9 @@ Event = dict[str, Any]
 class Replica:
     """One process; started again, it is another."""
 
-    def __init__(self, number: int, lighthouse: str, *arguments: object) -> None:
+    def __init__(
+        self, number: int, lighthouse: str, *arguments: object, enter: Callable[[], None] | None = None
+    ) -> None:
         self.number = number
         self.events: list[Event] = []
         self.errors: list[str] = []
@@ -32,6 +34,7 @@ class Replica:
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
+            preexec_fn=enter,  # into a network namespace
         )
         self._threads = [
             threading.Thread(target=self._read, daemon=True),
@@ -84,9 +87,9 @@ class Job:
         self.lighthouse = lighthouse
         self.replicas: list[Replica] = []
 
-    def start(self, number: int, *arguments: object) -> Replica:
+    def start(self, number: int, *arguments: object, enter: Callable[[], None] | None = None) -> Replica:
         """A process for this replica."""
-        replica = Replica(number, self.lighthouse, *arguments)
+        replica = Replica(number, self.lighthouse, *arguments, enter=enter)
         self.replicas.append(replica)
         return replica
 
@@ -100,18 +103,26 @@ class Job:
 
 
 @contextmanager
-def job(heartbeat: float = 0.5, least: int = 2) -> Iterator[Job]:
-    """A lighthouse, until all replicas have ended."""
+def job(
+    heartbeat: float = 0.5, *, where: Callable[[Callable[[], None]], None] = lambda start: start(), host: str = ""
+) -> Iterator[Job]:
+    """A lighthouse, until all replicas have ended. ``where``: calls what starts it, at the address ``host``."""
     from torchft._torchft import LighthouseServer
 
-    lighthouse = LighthouseServer(
-        bind="[::]:0",
-        min_replicas=least,
-        join_timeout_ms=2000,
-        heartbeat_timeout_ms=round(1000 * heartbeat),
-        quorum_tick_ms=20,
-    )
-    running = Job(lighthouse.address())
+    def start() -> None:
+        nonlocal lighthouse
+        lighthouse = LighthouseServer(
+            bind="[::]:0",
+            min_replicas=2,
+            join_timeout_ms=2000,
+            heartbeat_timeout_ms=round(1000 * heartbeat),
+            quorum_tick_ms=20,
+        )
+
+    lighthouse: Any = None
+    where(start)
+    address = lighthouse.address()
+    running = Job(f"http://{host}:{address.rsplit(':', 1)[1]}" if host else address)
     try:
         yield running
     finally:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -68,8 +69,10 @@ def main() -> None:
     parser.add_argument("--how", default="SIGKILL")
     parser.add_argument("--heartbeat", type=float, default=0.5)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
-    parser.add_argument("--theirs", action="store_true", help="torchft's class")
+    parser.add_argument("--address", default="", help="of this machine, where its name is not known")
     given = parser.parse_args()
+    if given.address:
+        socket.gethostname = lambda: given.address
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     module = module_of()
@@ -90,17 +93,13 @@ def main() -> None:
         store_port=store.port,
         rank=0,
         world_size=1,
+        **({"hostname": given.address} if given.address else {}),
         timeout=timedelta(seconds=20),
         quorum_timeout=timedelta(seconds=40),
     )
-    if given.theirs:
-        import torchft
-
-        model = torchft.DistributedDataParallel(manager, module)
-    else:
-        model = elastic.DistributedDataParallel(
-            manager, module, heartbeat=given.heartbeat, bucket_cap_mb=0.02, watch=fastddp.Watch(stall=None)
-        )
+    model = elastic.DistributedDataParallel(
+        manager, module, heartbeat=given.heartbeat, bucket_cap_mb=0.02, watch=fastddp.Watch(stall=None)
+    )
     if given.hook == "powersgd":
         state = comm_hooks.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1)
         model.register_comm_hook(state, comm_hooks.powerSGD_hook)
