@@ -35,6 +35,8 @@ COMPUTES = 0.05  # seconds that a step's own work takes, on top of the small mod
 def train(replica: int, lighthouse: str, log: str, heartbeat: float) -> None:
     """One replica, until it is killed. Each step is a line of the log: when, which, how many took part, parameters."""
     torch.set_num_threads(1)
+    model: nn.Module
+    optimizer: Any
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))

@@ -13,7 +13,7 @@ from fastddp._C import Lost
 from fastddp.config import check_types
 from fastddp.errors import see
 from fastddp.planning.bucket_plan import BucketPlan
-from fastddp.ranks.backends import check_numbers
+from fastddp.ranks.backends import check_numbers, default_group
 from fastddp.ranks.listing import ranks
 from fastddp.regrouping import Names, agree, change_groups, check_may_regroup, tell
 from fastddp.times.step_report import StepReport
@@ -78,7 +78,7 @@ class Additions(TorchSurface):
         history = None if slow_ranks is None else slow_ranks.history
         return StepReport.of(sampled.times(), setting.bucket_ends, history, self.process_group.rank())
 
-    def regroup(self, process_group: dist.ProcessGroup) -> None:
+    def regroup(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Average over other ranks from the next forward on, in the same process. Not in torch.
 
         The old group may be dead: nobody waits for it. An open window, or one that has failed, is void: its gradients
@@ -89,8 +89,8 @@ class Additions(TorchSurface):
         of 8 bits. Parameters, buffers and the optimizer's state are not sent: load them before.
 
         Args:
-            process_group: the ranks from now on. The group that it had may be given again, if torch has given that
-                other ranks (``ProcessGroup.reconfigure``).
+            process_group: the ranks from now on; None: the default group. The group that it had may be given again, if
+                torch has given that other ranks (``ProcessGroup.reconfigure``).
 
         Raises:
             RuntimeError: ranks have different models or options: on all of them, with the ranks that differ. Call it
@@ -100,6 +100,7 @@ class Additions(TorchSurface):
                 ranks.
         """
         check_types(self.module, process_group)
+        process_group = process_group or default_group()
         check_numbers(process_group)
         engine, before = self.engine, self.process_group
         stays = process_group is before

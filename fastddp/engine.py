@@ -167,8 +167,9 @@ class Engine:
             find_hierarchy(recipe.hierarchy, process_group, device),
             corruption=watch.corruption is not None,
             symmetric=config.wire_memory == "symmetric",
-            **({} if carried is None else dict(zip(Carried.PLACES, carried.places, strict=True))),
         )
+        for name, place in zip(Carried.PLACES, () if carried is None else carried.places, strict=False):
+            setattr(self.now, name, place)
         self._stall_watch = watch_for_stalls(self.now, watch)
         self._non_finite = None if watch.corruption is None else NonFiniteWatch(self.now, watch.corruption)
         self.audit = self._make_audit(audited)

@@ -227,6 +227,8 @@ def tell(before: ModelNumber, now: ModelNumber, lost: Lost | None, names: tuple[
         said.append(f"{names[0](left)} left{why}")
     if joined:
         said.append(f"{names[1](joined)} joined")
+    if not said:
+        return
     said.append(f"{len(before.members)} → {len(now.members)} ranks")
     _log.warning("%s, generation %d.", "; ".join(said), now.generation)
 

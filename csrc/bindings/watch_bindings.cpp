@@ -108,6 +108,9 @@ void bind_watch(py::module_& m) {
       .def("watch", &DeviceProgress::watch)
       .def("look", &DeviceProgress::look, no_gil);
 
+  m.def(
+      "bury", [](Groups groups) { Interruption::bury(std::move(groups), 0); }, py::arg("groups"),
+      "Destroys process groups in another thread; csrc/waits/interruption.h.", no_gil);
   py::class_<Interruption, std::shared_ptr<Interruption>>(m, "Interruption", "csrc/waits/interruption.h.")
       .def_property_readonly("groups", &Interruption::groups)
       .def("interrupt", &Interruption::interrupt, py::arg("why"), no_gil)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,15 +45,15 @@ def train(name: str, first: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     while step < STEPS:
         try:
-            model.regroup(dist.group.WORLD)
-            steps = [None] * dist.get_world_size()
+            model.regroup()  # to the default group
+            steps = [0] * dist.get_world_size()
             dist.all_gather_object(steps, step)
             # Some may have stepped just before a rank was lost, and who joins has nothing yet.
-            newest = [[step, module.state_dict(), optimizer.state_dict()]]
-            dist.broadcast_object_list(newest, group_src=steps.index(max(steps)))
-            (step, of_module, of_optimizer) = newest[0]
-            module.load_state_dict(of_module)
-            optimizer.load_state_dict(of_optimizer)
+            state: list[Any] = [step, module.state_dict(), optimizer.state_dict()]
+            dist.broadcast_object_list(state, group_src=steps.index(max(steps)))
+            step = state[0]
+            module.load_state_dict(state[1])
+            optimizer.load_state_dict(state[2])
             while step < STEPS:
                 latest = torch.tensor(store.add("generation", 0))
                 dist.broadcast(latest, 0)  # all leave after the same step

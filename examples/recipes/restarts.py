@@ -21,7 +21,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 module = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
 data = TensorDataset(torch.randn(256, 32), torch.randn(256, 1))
-sampler = DistributedSampler(data)
+sampler: DistributedSampler[object] = DistributedSampler(data)
 model = fastddp.DistributedDataParallel(module)
 compression = BlockState()
 model.register_comm_hook(compression, int8_compress_hook)
@@ -31,8 +31,12 @@ step = 0
 
 def save() -> None:
     """Each rank has rounding errors of its own, so each writes a file; the last line makes all of them count."""
-    states = {"model": module, "optimizer": optimizer, "compression": compression}
-    torch.save({name: one.state_dict() for name, one in states.items()}, folder / f"step {step}, rank {rank}.pt")
+    states = {
+        "model": module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "compression": compression.state_dict(),
+    }
+    torch.save(states, folder / f"step {step}, rank {rank}.pt")
     dist.barrier()
     if rank == 0:
         (folder / "latest.new").write_text(str(step))

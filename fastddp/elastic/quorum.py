@@ -95,10 +95,11 @@ class Quorum:
 
 def make_known(group: dist.ProcessGroup, store: dist.Store, device: torch.device) -> None:
     """Let torch's functions take a group that it has not made, until :func:`forget`."""
-    world, name = dist.distributed_c10d._world, f"fastddp.elastic {next(_numbers)}"
+    world = dist.distributed_c10d._world
+    name: Any = f"fastddp.elastic {next(_numbers)}"
     backend = group._get_backend(device).name()
     world.pg_map[group] = backend, store
-    world.pg_names[group] = name  # type: ignore[index]
+    world.pg_names[group] = name
     world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
     world.pg_backend_config[group] = f"{device.type}:{backend}"
     unexplained.add(group)

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import torch.distributed as dist
 
 Value = TypeVar("Value")
+Default = TypeVar("Default")
 
 _generations: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -36,7 +37,7 @@ class OfGroups(Generic[Value]):
     def __init__(self) -> None:
         self._values: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, Value]] = weakref.WeakKeyDictionary()
 
-    def get(self, group: dist.ProcessGroup, default: Value) -> Value:
+    def get(self, group: dist.ProcessGroup, default: Default) -> Value | Default:
         """The group's value; ``default``: it has none."""
         generation, value = self._values.get(group, (None, default))
         return value if generation == generation_of(group) else default

@@ -11,10 +11,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from fastddp._C import bury
 from fastddp.errors import see
 from fastddp.ranks.agreement import greatest
 from fastddp.ranks.backends import backend_of
-from fastddp.ranks.generations import generation_of
+from fastddp.ranks.generations import OfGroups
 from fastddp.ranks.together import telling_who_has_ended
 
 Of = ParamSpec("Of")
@@ -28,17 +29,14 @@ def once_a_group(
 
     A result is kept for as long as torch keeps its group. Where ``make`` raises, the next call tries again.
     """
-    made: dict[dist.ProcessGroup, tuple[int, Made]] = {}
+    made: OfGroups[tuple[Made]] = OfGroups()
 
     @functools.wraps(make)
     def made_for(process_group: dist.ProcessGroup, /, *args: Of.args, **kwargs: Of.kwargs) -> Made:
-        for group in list(made):
-            if group not in dist.distributed_c10d._world.pg_map:
-                del made[group]  # torch has destroyed it, and we would keep it alive
-        generation = generation_of(process_group)
-        if process_group not in made or made[process_group][0] != generation:
-            made[process_group] = generation, make(process_group, *args, **kwargs)
-        return made[process_group][1]
+        known = made.get(process_group, None)
+        if known is None:
+            made[process_group] = known = (make(process_group, *args, **kwargs),)
+        return known[0]
 
     return made_for
 
@@ -101,10 +99,25 @@ def _note(parent: dist.ProcessGroup, part: dist.ProcessGroup) -> dist.ProcessGro
 
 
 def destroy_parts(parent: dist.ProcessGroup) -> None:
-    """Destroy the groups that were made of ``parent``, which no model uses any more."""
-    for part in _parts.pop(parent, []):
-        if part in dist.distributed_c10d._world.pg_map:  # else torch has destroyed it
+    """Destroy the groups that were made of ``parent``, which no model uses any more.
+
+    Torch makes a group's name of its ranks and of the names that there are, and a second group of one name would find
+    the keys of the first in the store. So their names stay taken. Gloo's destructor takes time, in another thread.
+    """
+    world, parts = dist.distributed_c10d._world, _parts.pop(parent, [])
+    for part in parts:
+        if part in world.pg_map:  # else torch has destroyed it
+            name = world.pg_names[part]
             dist.destroy_process_group(part)
+            world.pg_names[_TakenName()] = name  # type: ignore[index]
+    bury(parts)
+
+
+class _TakenName:
+    """Stands for a group that is gone."""
+
+    def shutdown(self) -> None:
+        """Torch calls it when all groups are destroyed."""
 
 
 def symmetric_twin(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -61,12 +61,9 @@ def telling_who_has_ended(group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if (
-            group in unexplained
-            or see("FD015") in str(error)
-            or any(now.reducer.interruption.is_interrupted for now in models)
-        ):
-            raise  # it says why
+        says_why = see("FD015") in str(error) or any(now.reducer.interruption.is_interrupted for now in models)
+        if says_why or group in unexplained:
+            raise
         if why := next(filter(None, (explain(group) for explain in explanations)), ""):
             for now in models:
                 now.reducer.progress.fails_for_others()

@@ -63,7 +63,7 @@ class TorchSurface(TorchDDP):
     _comm_hook: tuple[object, Callable[..., Any]] | None
     _builtin_hook_name: str | None = None  # torch's name of the hook, if torch has no function for it
     _begin_shadow: Callable[[bool, bool], None]
-    regroup: Callable[[dist.ProcessGroup], None]
+    regroup: Callable[[dist.ProcessGroup | None], None]
     _on_lost: Callable[[Lost], None] | None = None
     _is_alone = False  # whether no other model may have a parameter of this one
     _divide_by_initial_world_size: bool

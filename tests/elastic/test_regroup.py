@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -317,3 +318,36 @@ def test_a_static_graph_is_not_learned_again(options: dict[str, bool], rank: int
     assert trained.model.bucket_plan() == before
     assert trained.model.reducer.windows() == 6
     assert_alike(dist.group.WORLD, dict(trained.module.named_parameters()))
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@on_ranks(2)
+def test_a_manager_is_told_of_a_lost_connection_in_place_of_an_error(is_told: bool, rank: int) -> None:
+    """The other rank does not come, and something else than the connection ends the wait."""
+    trained = Trained("int8")
+    trained.train(3)
+    before = trained.remembered()
+    told: list[Any] = []
+    if is_told:
+        trained.model.on_lost(told.append)
+    group = dist.new_group([0, 1])
+    if rank == 0:
+        interruption = trained.model.reducer.interruption
+        threading.Timer(0.3, interruption.interrupt, ["nobody comes"]).start()
+        if is_told:
+            trained.backward()
+            assert [(lost.window, lost.what) for lost in told] == [(3, "nobody comes")]
+            with pytest.raises(RuntimeError, match="FD052"):
+                trained.optimizer.step()
+            with pytest.raises(RuntimeError, match="FD052"):
+                trained.model(torch.ones(1, SIDE))
+        else:
+            with pytest.raises(RuntimeError, match="nobody comes"):
+                trained.backward()
+    trained.model.regroup(group)
+    for name, tensor in trained.remembered().items():
+        assert torch.equal(tensor, before[name]), name
+    trained.steps = 4
+    trained.train(2)
+    assert_alike(group, dict(trained.module.named_parameters()))
+    assert len(told) == (rank == 0 and is_told)
