@@ -31,11 +31,7 @@ step = 0
 
 def save() -> None:
     """Each rank has rounding errors of its own, so each writes a file; the last line makes all of them count."""
-    states = {
-        "model": module.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "compression": compression.state_dict(),
-    }
+    states = [module.state_dict(), optimizer.state_dict(), compression.state_dict()]
     torch.save(states, folder / f"step {step}, rank {rank}.pt")
     dist.barrier()
     if rank == 0:
@@ -45,10 +41,10 @@ def save() -> None:
 
 if (folder / "latest").exists():
     step = int((folder / "latest").read_text())
-    saved = torch.load(folder / f"step {step}, rank {rank}.pt")
-    module.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    compression.load_state_dict(saved["compression"])
+    of_module, of_optimizer, of_compression = torch.load(folder / f"step {step}, rank {rank}.pt")
+    module.load_state_dict(of_module)
+    optimizer.load_state_dict(of_optimizer)
+    compression.load_state_dict(of_compression)
     print(f"rank {rank} goes on after step {step}", flush=True)
 
 batches = len(sampler) // 16

@@ -109,18 +109,14 @@ def job(
     """A lighthouse, until all replicas have ended. ``where``: calls what starts it, at the address ``host``."""
     from torchft._torchft import LighthouseServer
 
-    def start() -> None:
-        nonlocal lighthouse
-        lighthouse = LighthouseServer(
-            bind="[::]:0",
-            min_replicas=2,
-            join_timeout_ms=2000,
-            heartbeat_timeout_ms=round(1000 * heartbeat),
-            quorum_tick_ms=20,
-        )
+    started = []
 
-    lighthouse: Any = None
+    def start() -> None:
+        ms = round(1000 * heartbeat)
+        started.append(LighthouseServer("[::]:0", 2, join_timeout_ms=2000, heartbeat_timeout_ms=ms, quorum_tick_ms=20))
+
     where(start)
+    (lighthouse,) = started
     address = lighthouse.address()
     running = Job(f"http://{host}:{address.rsplit(':', 1)[1]}" if host else address)
     try:

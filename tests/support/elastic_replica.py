@@ -74,6 +74,8 @@ def main() -> None:
     if given.address:
         socket.gethostname = lambda: given.address
     torch.set_num_threads(1)
+    model: elastic.DistributedDataParallel
+    optimizer: Any
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     module = module_of()
     module[0].bias.requires_grad_(not given.frozen)
