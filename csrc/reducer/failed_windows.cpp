@@ -63,7 +63,6 @@ bool Reducer::leave_behind(bool group_stays) {
 // A device that has failed runs nothing that could repair the window: its error is raised in each forward.
 void Reducer::repair() {
   check_device(buckets_.device());
-  TORCH_CHECK(!tell_lost_ || !lost_, closing_.failure().text());
   const auto turn = reduction_.conduct();
   const c10::AutoGradMode no_grad(false);
   const auto unsaid = closing_.failure().take_unsaid();

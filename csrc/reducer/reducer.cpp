@@ -130,6 +130,7 @@ void Reducer::become_sharded(const Sharding* sharding, const std::vector<std::ve
 
 void Reducer::begin_forward(bool grad_enabled) {
   const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!tell_lost_ || !lost_, closing_.failure().text());
   interruption_->check();
   if (!Backwards::is_inside_one()) {
     if (!grad_enabled && backwards_.last().runs()) return;  // in another thread, which this forward does not affect

@@ -86,7 +86,7 @@ def test_equal_models_cost_one_small_all_gather(rank: int) -> None:
     with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as all_gather:
         replicas.verify_replicas(named_parameters(), dist.group.WORLD)
         replicas.verify_replicas([], dist.group.WORLD)
-    assert [call.args[1].nbytes for call in all_gather.call_args_list] == [64, 64]
+    assert [call.args[1].nbytes for call in all_gather.call_args_list] == [56, 56]
 
 
 # ---------------------------------------------------------------------------------------------- broadcast_replicas

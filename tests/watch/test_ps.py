@@ -40,7 +40,7 @@ def snapshot(doing: str = "backward", state: str = "reducing", **changes: Any) -
     sent = [SimpleNamespace(lane=0, first=7, last=8)]
     buckets = [SimpleNamespace(members=[2 * i, 2 * i + 1], collectives=sent) for i in range(3)]
     of_whom = {"host": "node", "ranks": 8, "rank": 3, "pid": 4711, "number": 0, "life": "runs"}
-    of_whom |= {"job": 77, "script": "/home/anna/train.py", "start": 100}
+    of_whom |= {"job": 77, "script": "/home/anna/train.py", "start": 100, "generation": 0}
     what = {"windows": 11, "state": state, "doing": doing, "seconds": 4.2, "bucket": 0, "tick": 1}
     names = {"names": list("abcdef"), "came": [True] * 2 + [False] * 4, "buckets": buckets, "last_parameter": 1}
     rest = {"runs_user_code": False, "step_seconds": [0.5, 0.25, 4.0]}
