@@ -128,6 +128,19 @@ class Additions(TorchSurface):
             sharded.move(without_state=agreed.without_state)
             self.engine.shard(sharded)
 
+    def abort(self, why: str) -> None:
+        """End this rank's waits for other ranks, those that have begun and those that follow. Not in torch.
+
+        Call it from another thread when other ranks are known to be gone: a rank may wait for one that is there and has
+        noticed earlier. The step raises, and then :meth:`regroup` goes on. On a device this aborts the process groups.
+
+        Args:
+            why: what the error says.
+        """
+        interruption = self.reducer.interruption
+        interruption.interrupt(f"fastddp: {why}" + see("FD052"))
+        interruption.abort_groups()
+
     def on_lost(self, callback: Callable[[Lost], None]) -> None:
         """Call back, in place of an error in backward, when a connection to another rank is lost. Not in torch.
 

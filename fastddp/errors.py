@@ -264,8 +264,8 @@ FD051: Gradients of a compiled graph come when it ends
 - Wrap the module before its first forward. Leave torch._dynamo.config.optimize_ddp at True, and use mode="default" or
   "max-autotune-no-cudagraphs". Or leave it as it is: only time is lost.
 FD052: A model has no ranks
-- The connection to another rank was lost and a manager was told (on_lost()), or regroup() has raised. The model has
-  left its old ranks, and has no others.
+- The connection to another rank was lost and a manager was told (on_lost()), abort() was called, or regroup() has
+  raised. The model has left its old ranks, and has no others.
 - Call regroup() with a process group of the ranks that are left, and that hold the same model with the same options;
   then zero_grad(), and go on.
 FD053: A sharded optimizer has lost its state

@@ -113,6 +113,7 @@ void bind_watch(py::module_& m) {
       "Destroys process groups in another thread; csrc/waits/interruption.h.", no_gil);
   py::class_<Interruption, std::shared_ptr<Interruption>>(m, "Interruption", "csrc/waits/interruption.h.")
       .def_property_readonly("groups", &Interruption::groups)
+      .def("abort_groups", &Interruption::abort_groups, no_gil)
       .def("interrupt", &Interruption::interrupt, py::arg("why"), no_gil)
       .def_property_readonly("is_interrupted", &Interruption::is_interrupted);
 

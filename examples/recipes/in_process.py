@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,16 @@ def train(name: str, first: int) -> None:
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     model = fastddp.DistributedDataParallel(module, process_group=alone)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def watch() -> None:
+        """Let all ranks leave when the launcher says so: some may wait for others that have left already."""
+        while not ends.wait(0.1):
+            if watched.add("generation", 0) > generation:
+                model.abort("the launcher says that other ranks train from now on.")
+
+    watched, ends = dist.TCPStore("localhost", PORT, is_master=False), threading.Event()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     while step < STEPS:
         try:
             model.regroup()  # to the default group
@@ -55,10 +66,6 @@ def train(name: str, first: int) -> None:
             module.load_state_dict(state[1])
             optimizer.load_state_dict(state[2])
             while step < STEPS:
-                latest = torch.tensor(store.add("generation", 0))
-                dist.broadcast(latest, 0)  # all leave after the same step
-                if latest > generation:
-                    break
                 optimizer.zero_grad()
                 inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
                 model(inputs).square().mean().backward()
@@ -69,10 +76,11 @@ def train(name: str, first: int) -> None:
                 time.sleep(0.05)
         except RuntimeError as error:
             print(f"{name}: {str(error).splitlines()[0]}", flush=True)
-        if step < STEPS:
             generation += 1
             form_group(store, name, generation)
     print(f"{name}: {sum(parameter.double().sum().item() for parameter in module.parameters()):.17g}", flush=True)
+    ends.set()
+    watcher.join()
     dist.destroy_process_group()
 
 

@@ -48,6 +48,7 @@ class Replicated:
     """What :func:`fastddp.replicate` adds to a module: methods of the wrapper, and FSDP2's names."""
 
     regroup = _by_wrapper(DistributedDataParallel.regroup)
+    abort = _by_wrapper(DistributedDataParallel.abort)
     on_lost = _by_wrapper(DistributedDataParallel.on_lost)
     bucket_plan = _by_wrapper(DistributedDataParallel.bucket_plan)
     sample_steps = _by_wrapper(DistributedDataParallel.sample_steps)
