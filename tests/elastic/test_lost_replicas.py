@@ -128,7 +128,8 @@ def test_a_cable_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         stays = replicas[0]
         stays.wait_for(lambda: any(said["ranks"] == 3 for said in stays.of("step")[5:]), "does not train")
         subprocess.run(["ip", "-n", right.name, "link", "set", netns.DEVICE, "down"], check=True)
-        stays.wait_for(lambda: [said["ranks"] for said in stays.of("step")][-MORE:] == [2] * MORE, "does not go on")
+        stays.wait_for(lambda: len(stays.committed) > DIES_AT + MORE + 1, "does not go on")
+        assert [said["ranks"] for said in stays.of("step")][-MORE:] == [2] * MORE
         check_replicas(running)
         check_lost_steps(replicas)
 
