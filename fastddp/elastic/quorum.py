@@ -54,7 +54,7 @@ class Quorum:
 
     def __init__(self, manager: Manager, device: torch.device) -> None:
         self.manager = manager
-        self.number = 0
+        self.number = int(getattr(manager, "_quorum_id", -1) >= 0)  # it may have a group already
         self._device = device
         self._handles: list[str] = []
         reconfigure = manager._reconfigure_pg

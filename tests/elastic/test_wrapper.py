@@ -72,6 +72,14 @@ def test_a_quorum_of_the_same_object_is_another_one() -> None:
     assert torch.equal(model.module.weight.grad, torch.ones(4, 4))
 
 
+def test_a_model_that_comes_after_the_first_quorum_joins_it() -> None:
+    manager = Manager()
+    manager._pg, manager._quorum_id = group_of_one(CPU), 3  # type: ignore[attr-defined]
+    model = elastic.DistributedDataParallel(manager, nn.Linear(4, 4))  # type: ignore[arg-type]
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.process_group is manager._pg
+
+
 def test_where_there_is_no_group_the_loop_goes_on_and_the_manager_hears() -> None:
     manager, model = wrapped()
     manager._reconfigure_pg(1, [])  # and it could not make one
