@@ -22,7 +22,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -113,8 +113,18 @@ class Agreed:
     carried: Carried
     without_state: bool
     """A rank had state of a sharded optimizer, of which no rank has all."""
-    has_joined: bool
-    """This rank was not in the generation before."""
+
+
+class _Said(NamedTuple):
+    """What a rank says beside its description. The newest is the greatest."""
+
+    generation: int
+    windows: int
+    model: int  # its proposal of a number for the model
+    process: int
+    bytes: int  # of what it would hand out
+    digest: int  # of that
+    has_sharded_state: int
 
 
 def agree(
@@ -154,38 +164,31 @@ def agree(
         device,
         recipe.pinned_plan.rows,
         [*options_of(recipe), hook_name, *([] if state is None else state.settings), *sharded[0]],
-        numbers=[
-            number.generation,
-            carried.learned[0],
-            next_number(group),
-            this_process(),
-            len(blob),
-            digest,
-            sharded[1],
-        ],
+        numbers=_Said(
+            number.generation, carried.learned[0], next_number(group), this_process(), len(blob), digest, sharded[1]
+        ),
         choose_source=_newest,
     )
-    source = _newest(told)
-    if len({row[5] for row in told}) > 1:
-        length = told[source][4]
-        blob = bytes(numbers_of(source, [*blob.ljust(length)[:length]], group, device))
+    source, said = _newest(told), [_Said(*row) for row in told]
+    newest = said[source]
+    if len({rank.digest for rank in said}) > 1:
+        blob = bytes(numbers_of(source, [*blob.ljust(newest.bytes)[: newest.bytes]], group, device))
     alike, handed, outline = json.loads(blob)
-    has_joined = number.generation < told[source][0]
     if state is not None:
         tensors = {
             name: _like(tensors.get(name), shape, getattr(torch, dtype.removeprefix("torch.")), device)
             for name, (shape, dtype) in outline.items()
         }
         broadcast_replicas(tensors.values(), group, source)
-        state.take_over(handed, tensors, is_new=has_joined)
+        state.take_over(handed, tensors, is_new=number.generation < newest.generation)
     taken = take_number(
         group,
-        max(row[2] for row in told),
+        max(rank.model for rank in said),
         True,
-        generation=told[source][0] + 1,
-        members=tuple(row[3] for row in told),
+        generation=newest.generation + 1,
+        members=tuple(rank.process for rank in said),
     )
-    return Agreed(taken, _with(carried, alike, is_static), any(row[6] for row in told), has_joined)
+    return Agreed(taken, _with(carried, alike, is_static), any(rank.has_sharded_state for rank in said))
 
 
 def _newest(told: list[list[int]]) -> int:

@@ -110,7 +110,8 @@ def destroy_parts(parent: dist.ProcessGroup) -> None:
             name = world.pg_names[part]
             dist.destroy_process_group(part)
             world.pg_names[_TakenName()] = name  # type: ignore[index]
-    bury(parts)
+    if parts:
+        bury(parts)
 
 
 class _TakenName:
