@@ -155,7 +155,7 @@ def agree(
     handed, tensors = ({}, {}) if state is None else state.hand_out()
     is_static = recipe.config.expect == Expect.as_first
     outline = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
-    blob = json.dumps([_alike(carried, is_static), handed, outline]).encode()
+    blob = json.dumps([_alike(carried, is_static), handed, outline, number.members]).encode()
     digest = int.from_bytes(hashlib.sha256(blob).digest()[:8], "little", signed=True)
     hook_name = f"communication hook: {None if hook is None else name_of(hook)}"
     told = verify_replicas(
@@ -173,14 +173,15 @@ def agree(
     newest = said[source]
     if len({rank.digest for rank in said}) > 1:
         blob = bytes(numbers_of(source, [*blob.ljust(newest.bytes)[: newest.bytes]], group, device))
-    alike, handed, outline = json.loads(blob)
+    alike, handed, outline, members = json.loads(blob)
     if state is not None:
         tensors = {
             name: _like(tensors.get(name), shape, getattr(torch, dtype.removeprefix("torch.")), device)
             for name, (shape, dtype) in outline.items()
         }
         broadcast_replicas(tensors.values(), group, source)
-        state.take_over(handed, tensors, is_new=number.generation < newest.generation)
+        was_there = this_process() in members if members else number.generation == newest.generation
+        state.take_over(handed, tensors, is_new=not was_there)
     taken = take_number(
         group,
         max(rank.model for rank in said),
