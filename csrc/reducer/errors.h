@@ -11,8 +11,6 @@ constexpr auto kGradientIsGone =
     "took the gradient away: attach an optimizer that steps inside backward with "
     "torch.distributed.optim._apply_optimizer_in_backward, before the first forward.";
 
-constexpr auto kLeft = "fastddp: another thread has given this model other ranks (regroup()), so this backward is void.";
-
 constexpr auto kMainGradientIsGone =
     " got a gradient that is not in parameter.grad, from where main_grads=\"main_grad\" takes it. Likely causes: another "
     "DistributedDataParallel with that option has the same parameter and has taken it; or a hook has, or a context of "
@@ -53,6 +51,8 @@ constexpr auto kBeginsInCheckpoint =
     "no_sync(), after a forward outside of it whose backward never came; or the module is replicated in place, and the loss came "
     "by another method than its own forward. Return tensors in such containers, call the module itself, or use "
     "checkpoint(..., use_reentrant=False).";
+
+constexpr auto kLeft = "fastddp: another thread has given this model other ranks (regroup()), so this backward is void.";
 
 constexpr auto kStepsInCompiledBackward =
     "fastddp: an optimizer of this model steps inside the backward of a compiled graph, which may still read the parameters. Step "
