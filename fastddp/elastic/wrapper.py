@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,8 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         ValueError: the quorum is asynchronous or has spares, or a process group or a mesh is given.
     """
 
+    _waiting: list[Any]  # the engine's progress and interruption, for a thread that must not hold the model
+
     def __init__(
         self,
         manager: Manager,
@@ -69,7 +70,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
     def _make_engine(self, carried: Carried | None = None) -> None:
         super()._make_engine(carried)
         # The reducer is locked while it waits.
-        self._waiting = self.reducer.progress, self.reducer.interruption
+        self.__dict__.setdefault("_waiting", [])[:] = [(self.reducer.progress, self.reducer.interruption)]
 
     def _begin(self, synchronises: bool, grad_enabled: bool) -> None:
         self._is_out = False
@@ -126,25 +127,23 @@ def _teller(manager: Manager) -> Any:
 
 
 def _end_waits_for_the_silent(model: DistributedDataParallel, lighthouse: Lighthouse, heartbeat: float) -> None:
-    """In a thread, while the model lives: end its waits for replicas of which the lighthouse hears nothing."""
-    of_model = weakref.ref(model)
+    """In a thread, while the model lives: end its waits for replicas of which the lighthouse hears nothing.
 
-    def look() -> bool:
-        if (model := of_model()) is None:
-            return False
-        progress, interruption = model._waiting
-        del model
+    The thread never holds the model, which would then be freed there.
+    """
+    waiting, is_gone = model._waiting, threading.Event()
+    weakref.finalize(model, is_gone.set)
+
+    def look() -> None:
+        [(progress, interruption)] = waiting
         doing = progress.read()
         if doing.doing in _WAITS and doing.seconds > _LOOK and (silent := lighthouse.silent(heartbeat)):
             said = f"fastddp: the lighthouse has not heard of {names(silent)} for {heartbeat:g} s."
             interruption.interrupt(said + see("FD015"))
-        return True
 
     def run() -> None:
-        goes_on = True
-        while goes_on:
-            time.sleep(_LOOK)
+        while not is_gone.wait(_LOOK):
             with contextlib.suppress(OSError):  # the lighthouse does not answer
-                goes_on = look()
+                look()
 
     threading.Thread(target=run, name="fastddp elastic", daemon=True).start()

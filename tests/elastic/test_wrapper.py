@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -103,6 +104,7 @@ def test_errors_of_the_loop_stay_errors() -> None:
 
 
 def test_groups_are_forgotten_with_their_model() -> None:
+    gc.collect()  # models of other tests
     known = len(dist.distributed_c10d._world.pg_map)
     manager, model = wrapped()
     manager._pg = group_of_one(CPU)
