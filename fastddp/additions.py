@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from fastddp._C import Lost
 from fastddp.config import check_types
+from fastddp.engine import Carried
 from fastddp.errors import see
 from fastddp.planning.bucket_plan import BucketPlan
 from fastddp.ranks.backends import check_numbers, default_group
@@ -107,6 +108,11 @@ class Additions(TorchSurface):
         check_may_regroup(self._recipe, self._comm_hook, before, stays=stays)
         carried, lost = engine.leave(group_stays=stays)
         change_groups(before, process_group)
+        with self._waits.meeting(process_group, self.device):
+            self._meet(process_group, carried, lost)
+
+    def _meet(self, process_group: dist.ProcessGroup, carried: Carried, lost: Lost | None) -> None:
+        engine = self.engine
         sharded = engine.sharded
         agreed = agree(
             self._recipe,
@@ -132,14 +138,14 @@ class Additions(TorchSurface):
         """End this rank's waits for other ranks, those that have begun and those that follow. Not in torch.
 
         Call it from another thread when other ranks are known to be gone: a rank may wait for one that is there and has
-        noticed earlier. The step raises, and then :meth:`regroup` goes on. On a device this aborts the process groups.
+        noticed earlier. The step raises, or :meth:`regroup`, and then :meth:`regroup` goes on. On a device this aborts
+        the process groups.
 
         Args:
             why: what the error says.
         """
-        interruption = self.reducer.interruption
-        interruption.interrupt(f"fastddp: {why}" + see("FD052"))
-        interruption.abort_groups()
+        _, end = self._waits.look()
+        end(f"fastddp: {why}" + see("FD052"))
 
     def on_lost(self, callback: Callable[[Lost], None]) -> None:
         """Call back, in place of an error in backward, when a connection to another rank is lost. Not in torch.

@@ -505,7 +505,7 @@ class DistributedDataParallel(Additions):
             )
         state = copy.copy(self.__dict__)
         state.pop("_compiled_call_impl", None)  # of Module.compile(); it would call this model
-        for name in ("process_group", "reducer", "logger", "engine", "_number"):
+        for name in ("process_group", "reducer", "logger", "engine", "_number", "_waits"):
             del state[name]
         return state
 

@@ -112,6 +112,12 @@ void bind_watch(py::module_& m) {
       "bury", [](Groups groups) { Interruption::bury(std::move(groups), 0); }, py::arg("groups"),
       "Destroys process groups in another thread; csrc/waits/interruption.h.", no_gil);
   py::class_<Interruption, std::shared_ptr<Interruption>>(m, "Interruption", "csrc/waits/interruption.h.")
+      .def(py::init([](Groups groups) {
+             auto made = std::make_shared<Interruption>();
+             made->may_abort(std::move(groups));
+             return made;
+           }),
+           py::arg("groups"))
       .def_property_readonly("groups", &Interruption::groups)
       .def("abort_groups", &Interruption::abort_groups, no_gil)
       .def("interrupt", &Interruption::interrupt, py::arg("why"), no_gil)

@@ -13,7 +13,6 @@ from torch import nn
 from fastddp import ddp
 from fastddp._C import Lost
 from fastddp.elastic.quorum import Lighthouse, Quorum, check_manager, forget, group_of_one, names
-from fastddp.engine import Carried
 from fastddp.errors import see
 from fastddp.module.replicas import RanksDiffer
 from fastddp.watch.options import Watch
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from torchft.manager import Manager
 
 _LOOK = 0.1  # seconds
-_WAITS = ("tick", "finish", "closing", "gather", "agree")  # what a rank does while it waits for others
 
 
 class DistributedDataParallel(ddp.DistributedDataParallel):
@@ -44,7 +42,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         ValueError: the quorum is asynchronous or has spares, or a process group or a mesh is given.
     """
 
-    _waiting: list[Any]  # the engine's progress and interruption, for a thread that must not hold the model
+    _loses_ranks = True
 
     def __init__(
         self,
@@ -66,11 +64,6 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         self._is_out = False  # this step has no other replicas
         self.on_lost(_teller(manager))
         _end_waits_for_the_silent(self, Lighthouse(lighthouse), heartbeat)
-
-    def _make_engine(self, carried: Carried | None = None) -> None:
-        super()._make_engine(carried)
-        # The reducer is locked while it waits.
-        self.__dict__.setdefault("_waiting", [])[:] = [(self.reducer.progress, self.reducer.interruption)]
 
     def _begin(self, synchronises: bool, grad_enabled: bool) -> None:
         self._is_out = False
@@ -131,15 +124,13 @@ def _end_waits_for_the_silent(model: DistributedDataParallel, lighthouse: Lighth
 
     The thread never holds the model, which would then be freed there.
     """
-    waiting, is_gone = model._waiting, threading.Event()
+    waits, is_gone = model._waits, threading.Event()
     weakref.finalize(model, is_gone.set)
 
     def look() -> None:
-        [(progress, interruption)] = waiting
-        doing = progress.read()
-        if doing.doing in _WAITS and doing.seconds > _LOOK and (silent := lighthouse.silent(heartbeat)):
-            said = f"fastddp: the lighthouse has not heard of {names(silent)} for {heartbeat:g} s."
-            interruption.interrupt(said + see("FD015"))
+        seconds, end = waits.look()
+        if seconds > _LOOK and (silent := lighthouse.silent(heartbeat)):
+            end(f"fastddp: the lighthouse has not heard of {names(silent)} for {heartbeat:g} s." + see("FD015"))
 
     def run() -> None:
         while not is_gone.wait(_LOOK):

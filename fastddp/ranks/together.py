@@ -6,15 +6,18 @@ error says which rank has ended, and how.
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastddp._C import wait_outside
+from fastddp._C import Interruption, Reducer, bury, wait_outside
 from fastddp.errors import see
 
 models: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -52,7 +55,7 @@ def finish(work: dist.Work, group: dist.ProcessGroup) -> None:
         if not isinstance(work, dist.Work):  # of a process group written in Python
             work.wait()
             return
-        wait_outside(work, [now.reducer.interruption for now in models], of_group and of_group.reducer.progress)
+        wait_outside(work, _ends(), of_group and of_group.reducer.progress)
 
 
 @contextmanager
@@ -61,7 +64,7 @@ def telling_who_has_ended(group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        says_why = see("FD015") in str(error) or any(now.reducer.interruption.is_interrupted for now in models)
+        says_why = see("FD015") in str(error) or any(end.is_interrupted for end in _ends())
         if says_why or group in unexplained:
             raise
         if why := next(filter(None, (explain(group) for explain in explanations)), ""):
@@ -73,3 +76,58 @@ def telling_who_has_ended(group: dist.ProcessGroup) -> Iterator[None]:
 
 def _number(now: Any) -> str:
     return now.number.name
+
+
+def _ends() -> list[Interruption]:
+    """What ends this thread's waits."""
+    meeting: Interruption | None = getattr(_of_thread, "meeting", None)
+    return [now.reducer.interruption for now in models] if meeting is None else [meeting]
+
+
+_of_thread = threading.local()
+
+
+class Waits:
+    """A model's waits for other ranks, in all its groups. A thread that ends them holds this, and not the model."""
+
+    _WAIT = ("tick", "finish", "closing", "gather", "agree")  # what a rank does while it waits for others
+
+    def __init__(self) -> None:
+        self._interruption = Interruption([])
+        self._seconds: Callable[[], float] = lambda: 0.0
+
+    def are_of(self, reducer: Reducer) -> None:
+        """From now on the model waits in steps."""
+        progress = reducer.progress
+
+        def seconds() -> float:
+            now = progress.read()
+            return now.seconds if now.doing in self._WAIT else 0.0
+
+        self._interruption, self._seconds = reducer.interruption, seconds
+
+    @contextmanager
+    def meeting(self, group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+        """In here ranks of ``group`` meet: nothing of their models' groups before ends their waits."""
+        begin = time.monotonic()
+        self._interruption = meeting = Interruption([] if device.type == "cpu" else [group])
+        self._seconds = lambda: time.monotonic() - begin
+        _of_thread.meeting = meeting
+        try:
+            yield
+        except RuntimeError:
+            if meeting.is_interrupted:
+                bury([group])
+            raise
+        finally:
+            _of_thread.meeting = None
+
+    def look(self) -> tuple[float, Callable[[str], None]]:
+        """For how many seconds the model waits now; and what ends that, and later waits in this group, saying why."""
+        interruption = self._interruption
+
+        def end(why: str) -> None:
+            interruption.interrupt(why)
+            interruption.abort_groups()
+
+        return self._seconds(), end

@@ -327,6 +327,7 @@ def _check_model(model: DistributedDataParallel) -> None:
     refused = {
         'main_grads="main_grad"': (config.main_grads == "main_grad", 'use main_grads="grad"'),
         'wire_memory="symmetric"': (config.wire_memory == "symmetric", 'use wire_memory="registered" or None'),
+        "fastddp.elastic": (model._loses_ranks, "a lost replica takes its part along; use the optimizer itself"),
     }
     for option, (is_given, remedy) in refused.items():
         if is_given:

@@ -21,6 +21,7 @@ from fastddp.errors import see
 from fastddp.module.buffers import buffer_hook
 from fastddp.module.numbering import ModelNumber
 from fastddp.module.parameters import replicated_tensors
+from fastddp.ranks.together import Waits
 from fastddp.torch_compat.logging_data import Logger, LoggingData, logging_data
 from fastddp.torch_compat.reducer import Reducer
 from fastddp.torch_compat.refusals import refuse_torchs_helpers
@@ -66,6 +67,7 @@ class TorchSurface(TorchDDP):
     regroup: Callable[[dist.ProcessGroup | None], None]
     _on_lost: Callable[[Lost], None] | None = None
     _is_alone = False  # whether no other model may have a parameter of this one
+    _loses_ranks = False  # whether others go on by themselves where a rank is lost
     _divide_by_initial_world_size: bool
 
     # Code copied from torch's forward asks for these. The answers lead it past what fastddp does not have: construction
@@ -175,6 +177,8 @@ class TorchSurface(TorchDDP):
         assert isinstance(self.engine.reducer, Reducer)
         self.reducer = self.engine.reducer
         self.reducer.belongs_to(self.engine)
+        self._waits: Waits = self.__dict__.get("_waits") or Waits()
+        self._waits.are_of(self.reducer)
         if self._on_lost is not None:
             self.reducer.on_lost(self._on_lost)
         check_not_shared(self.engine, if_sharded=True)

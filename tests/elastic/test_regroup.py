@@ -352,3 +352,20 @@ def test_a_manager_is_told_of_a_lost_connection_in_place_of_an_error(is_told: bo
     trained.train(2)
     assert_alike(group, dict(trained.module.named_parameters()))
     assert len(told) == (rank == 0 and is_told)
+
+
+@on_ranks(2)
+def test_a_meeting_to_which_a_rank_does_not_come_can_be_ended(rank: int) -> None:
+    """And an end of another model's waits does not end it."""
+    models = [Trained(), Trained("int8")]
+    deserted, group = dist.new_group([0, 1]), dist.new_group([0, 1])
+    if rank == 0:
+        models[1].model.abort("for another reason")
+        threading.Timer(0.3, models[0].model.abort, ["nobody comes"]).start()
+        with pytest.raises(RuntimeError, match="fastddp: nobody comes.*FD052"):
+            models[0].model.regroup(deserted)
+    for trained in models:
+        trained.model.regroup(group)
+    for trained in models:
+        trained.train(2)
+        assert_alike(group, dict(trained.module.named_parameters()))

@@ -8,15 +8,18 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import fastddp
 from fastddp import elastic
 from fastddp.elastic.quorum import Lighthouse, Quorum, group_of_one
 from fastddp.regrouping import tell
+from on_ranks import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -57,6 +60,12 @@ def test_other_agreements_are_refused_by_name(manager: Any, options: dict[str, A
         elastic.DistributedDataParallel(manager, nn.Linear(2, 2), **options)
 
 
+def test_a_sharded_optimizer_is_refused_by_name() -> None:
+    _, model = wrapped()
+    with pytest.raises(ValueError, match=r"fastddp\.elastic: a lost replica takes its part along.*FD042"):
+        fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+
+
 def test_a_quorum_of_the_same_object_is_another_one() -> None:
     """As with torch's own ``reconfigure``."""
     manager, model = wrapped()
@@ -89,6 +98,22 @@ def test_where_there_is_no_group_the_loop_goes_on_and_the_manager_hears() -> Non
     manager._pg = group_of_one(CPU)
     model(torch.ones(1, 4)).sum().backward()
     assert model._number.generation == 1
+
+
+@on_ranks(2)
+def test_a_replica_that_is_silent_while_the_others_meet_is_waited_for_no_longer(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    if rank == 0:
+        manager, model = wrapped(lighthouse="http://localhost:0")
+        manager._pg = group
+        manager._reconfigure_pg(1, [])
+        with patch.object(Lighthouse, "silent", lambda *_: ["1:bb"]):
+            model(torch.ones(1, 4)).sum().backward()
+        assert "has not heard of replica 1" in str(manager.reported[0])
+        manager._pg = group_of_one(CPU)
+        manager._reconfigure_pg(2, [])
+        model(torch.ones(1, 4)).sum().backward()
+        assert len(manager.reported) == 1
 
 
 def test_errors_of_the_loop_stay_errors() -> None:
