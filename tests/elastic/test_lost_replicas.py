@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from elastic_job import Job, Replica, job
 from repository import ROOT
@@ -94,6 +95,17 @@ def test_a_replica_is_killed(where: str) -> None:
         check_replicas(running)
         check_lost_steps(replicas)
         check_replay(running, min(max(one.committed) for one in (replicas[0], replicas[3])))
+
+
+@SLOW
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="this torch makes a group for each quorum")
+@pytest.mark.parametrize("where", ["bucket", "commit"])
+def test_a_replica_of_a_group_that_torch_gives_other_ranks_is_killed(where: str) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with job() as running:
+        replicas = run_with_a_loss(running, "--native", store.port, where=where)
+        check_replicas(running)
+        check_lost_steps(replicas)
 
 
 @pytest.mark.parametrize(

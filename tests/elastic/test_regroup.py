@@ -362,7 +362,7 @@ def test_a_meeting_to_which_a_rank_does_not_come_can_be_ended(rank: int) -> None
     if rank == 0:
         models[1].model.abort("for another reason")
         threading.Timer(0.3, models[0].model.abort, ["nobody comes"]).start()
-        with pytest.raises(RuntimeError, match="fastddp: nobody comes.*FD052"):
+        with pytest.raises(RuntimeError, match=r"fastddp: nobody comes.*FD052"):
             models[0].model.regroup(deserted)
     for trained in models:
         trained.model.regroup(group)

@@ -143,6 +143,7 @@ def form_of(kernel: CompiledKernel) -> str:
     return found[1]
 
 
+@pytest.mark.tier("slow", but_one_in=7)
 @pytest.mark.parametrize(
     ("dtype", "rank"),
     [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 4), (torch.float16, 32), (torch.float32, 32)],

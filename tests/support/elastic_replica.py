@@ -25,6 +25,7 @@ import fastddp
 from fastddp import comm_hooks, elastic
 
 SIDE = 64
+TIMEOUT = timedelta(seconds=20)
 
 
 def module_of() -> nn.Module:
@@ -57,6 +58,16 @@ def die(how: str) -> None:
     os.kill(os.getpid(), getattr(signal, how))
 
 
+def native_group(port: int, replica: int) -> Any:
+    """One that stays the same object from quorum to quorum."""
+    store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+    group = dist.ProcessGroup(store, replica, 3)
+    backend = dist.ProcessGroupGloo(store, replica, 3, TIMEOUT, enable_reconfigure=True)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
 def main() -> None:
     """Train until something ends it."""
     parser = argparse.ArgumentParser()
@@ -68,6 +79,7 @@ def main() -> None:
     parser.add_argument("--where", default="")
     parser.add_argument("--how", default="SIGKILL")
     parser.add_argument("--heartbeat", type=float, default=0.5)
+    parser.add_argument("--native", type=int, help="a group of torch's own, by the store of this port")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
     parser.add_argument("--address", default="", help="of this machine, where its name is not known")
     given = parser.parse_args()
@@ -85,7 +97,7 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        pg=ProcessGroupGloo(timeout=TIMEOUT) if given.native is None else native_group(given.native, given.replica),
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
         min_replica_size=given.least,
@@ -96,7 +108,7 @@ def main() -> None:
         rank=0,
         world_size=1,
         **({"hostname": given.address} if given.address else {}),
-        timeout=timedelta(seconds=20),
+        timeout=TIMEOUT,
         quorum_timeout=timedelta(seconds=40),
     )
     model = elastic.DistributedDataParallel(
