@@ -120,7 +120,7 @@ class Additions(TorchSurface):
             self.device,
             self._number,
             carried,
-            self._comm_hook and self._comm_hook[1],
+            self._comm_hook,
             engine.remembers,
             ([], False) if sharded is None else (sharded.settings, sharded.has_state),
         )

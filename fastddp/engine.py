@@ -74,15 +74,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Carried:
-    """What an engine leaves to the next, in another group of ranks. The newest of its ranks hands most of it to all."""
+    """What an engine leaves to the next, in another group of ranks. All get what the newest of these has left."""
 
-    parameters: int  # how many
     learned: list[int]  # what is known of windows: _C.Reducer.learned()
     plan: Buckets
     has_rebuilt_buckets: bool
-    places: tuple[bool, ...]  # of buckets: the attributes of InForce that are PLACES
+    places: list[bool]  # of buckets: the attributes of InForce that are PLACES
     plans_left: int  # with bucket_cap_mb="auto"
-    sampling: tuple[int, bool]  # the arguments of sample_steps()
+    sampling: Sequence[Any]  # the arguments of sample_steps()
 
     PLACES: ClassVar[tuple[str, ...]] = ("several_lanes", "reads_pay", "lanes_were_measured", "divide_in_collective")
 
@@ -132,7 +131,7 @@ class Engine:
     ) -> None:
         self.recipe = recipe
         self.has_rebuilt_buckets = carried is not None and carried.has_rebuilt_buckets
-        self.sampling = (0, False) if carried is None else carried.sampling
+        self.sampling: Sequence[Any] = (0, False) if carried is None else carried.sampling
         self.slow_ranks: SlowRanks | None = None
         self._left: tuple[Carried, _C.Lost | None] | None = None
         self.sharded: _Sharded | None = None
@@ -255,11 +254,10 @@ class Engine:
             for parameter in now.parameters.tensors:
                 parameter.grad = None
         carried = Carried(
-            len(now.like),
             self.reducer.learned(),
             now.plan,
             self.has_rebuilt_buckets,
-            tuple(getattr(now, place) for place in Carried.PLACES),
+            [getattr(now, place) for place in Carried.PLACES],
             0 if self.planner is None else self.planner.left,
             self.sampling,
         )

@@ -47,6 +47,7 @@ _log = logging.getLogger("fastddp")
 Names = Callable[[list[int]], str]
 """Says ranks in words."""
 
+_SAY_HOW = ("accumulate", "start_localSGD_iter")  # of CompressState, PostLocalSGDState
 _EXPECTED = {Expect.all: "neither", Expect.as_last: "find_unused_parameters", Expect.as_first: "static_graph"}
 
 
@@ -133,7 +134,7 @@ def agree(
     device: torch.device,
     number: ModelNumber,
     carried: Carried,
-    hook: Callable[..., Any] | None,
+    hook: tuple[object, Callable[..., Any]] | None,
     state: Remembers | None,
     sharded: tuple[list[str], bool],
 ) -> Agreed:
@@ -145,7 +146,7 @@ def agree(
         device: where tensors must live for the group's collectives.
         number: the model's before.
         carried: what its engine has left.
-        hook: its communication hook.
+        hook: its communication hook, with the state that it was registered with.
         state: what the hook remembers, if that outlives a group.
         sharded: settings of a sharded optimizer, and whether it has state.
 
@@ -153,17 +154,15 @@ def agree(
         RanksDiffer: ranks have different models or options. Nothing has been changed.
     """
     handed, tensors = ({}, {}) if state is None else state.hand_out()
-    is_static = recipe.config.expect == Expect.as_first
     outline = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
-    blob = json.dumps([_alike(carried, is_static), handed, outline, number.members]).encode()
+    blob = json.dumps([dataclasses.asdict(carried), handed, outline, number.members]).encode()
     digest = int.from_bytes(hashlib.sha256(blob).digest()[:8], "little", signed=True)
-    hook_name = f"communication hook: {None if hook is None else name_of(hook)}"
     told = verify_replicas(
         replicated_tensors(recipe.module, recipe.ignored, recipe.config.init_sync_buffers),
         group,
         device,
         recipe.pinned_plan.rows,
-        [*options_of(recipe), hook_name, *([] if state is None else state.settings), *sharded[0]],
+        [*options_of(recipe), _in_words(hook), *([] if state is None else state.settings), *sharded[0]],
         numbers=_Said(
             number.generation, carried.learned[0], next_number(group), this_process(), len(blob), digest, sharded[1]
         ),
@@ -173,7 +172,7 @@ def agree(
     newest = said[source]
     if len({rank.digest for rank in said}) > 1:
         blob = bytes(numbers_of(source, [*blob.ljust(newest.bytes)[: newest.bytes]], group, device))
-    alike, handed, outline, members = json.loads(blob)
+    left, handed, outline, members = json.loads(blob)
     if state is not None:
         tensors = {
             name: _like(tensors.get(name), shape, getattr(torch, dtype.removeprefix("torch.")), device)
@@ -189,7 +188,16 @@ def agree(
         generation=newest.generation + 1,
         members=tuple(rank.process for rank in said),
     )
-    return Agreed(taken, _with(carried, alike, is_static), any(rank.has_sharded_state for rank in said))
+    return Agreed(taken, Carried(**left), any(rank.has_sharded_state for rank in said))
+
+
+def _in_words(hook: tuple[object, Callable[..., Any]] | None) -> str:
+    """Its name, and what a state without ``settings`` says of collectives."""
+    if hook is None:
+        return "communication hook: None"
+    said = {name: getattr(hook[0], name, None) for name in _SAY_HOW}
+    how = "".join(f", {name}={value!r}" for name, value in said.items() if value is not None)
+    return f"communication hook: {name_of(hook[1])}{how}"
 
 
 def _newest(told: list[list[int]]) -> int:
@@ -200,24 +208,6 @@ def _like(known: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device
     if known is not None and known.shape == torch.Size(shape) and known.dtype == dtype:
         return known
     return torch.zeros(list(shape), dtype=dtype, device=device)
-
-
-def _alike(carried: Carried, is_static: bool) -> dict[str, Any]:
-    """The part of it that all ranks have alike."""
-    windows = carried.learned[: _length(carried) if is_static else 1]
-    return {**dataclasses.asdict(carried), "learned": windows}
-
-
-def _with(carried: Carried, alike: dict[str, Any], is_static: bool) -> Carried:
-    learned = alike["learned"] + carried.learned[_length(carried) if is_static else 1 :]
-    return Carried(
-        **{**alike, "learned": learned, "places": tuple(alike["places"]), "sampling": tuple(alike["sampling"])}
-    )
-
-
-def _length(carried: Carried) -> int:
-    """Of ``learned``, without the order of arrival, which is each rank's own."""
-    return 3 + 4 * carried.parameters
 
 
 def tell(before: ModelNumber, now: ModelNumber, lost: Lost | None, names: tuple[Names, Names]) -> None:

@@ -87,7 +87,7 @@ def train(rank: int, device: str, case: Case, view: bool, order: str = "lazy") -
     return [*found, *(parameter.detach().cpu() for parameter in model.parameters())], norms
 
 
-@pytest.mark.tier("slow", but_one_in=5)
+@pytest.mark.tier("slow", but_one_in=10)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @VIEWS
 @ORDERS

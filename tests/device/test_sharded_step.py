@@ -48,6 +48,7 @@ def trained(rank: int, device: str, case: Case, gather: str, order: str = "") ->
     return found
 
 
+@pytest.mark.tier("slow", but_one_in=5)
 @pytest.mark.parametrize("gather", ["step", "forward"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @ORDERS

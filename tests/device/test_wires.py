@@ -86,7 +86,7 @@ def fail_on_rank_0(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
             optimizer.step()
 
 
-@pytest.mark.tier("slow", but_one_in=4)
+@pytest.mark.tier("slow", but_one_in=7)
 @pytest.mark.parametrize("fails", [False, True], ids=["", "one window fails"])
 @ORDERS
 @pytest.mark.parametrize("options", [LENT, REGISTERED, LENT | REGISTERED], ids=["lent", "group's", "group's or lent"])

@@ -31,6 +31,7 @@ HOOKS: dict[str, Callable[[], tuple[object, Any] | None]] = {
         comm_hooks.powerSGD_hook,
     ),
 }
+SUMS_OF_16_BITS = comm_hooks.CompressState(accumulate="wire"), comm_hooks.fp16_compress_hook
 SLOW = pytest.mark.tier("slow")
 OF_HOOKS = pytest.mark.parametrize(
     "hook", [hook if hook in ("int8", "powersgd") else pytest.param(hook, marks=SLOW) for hook in HOOKS]
@@ -40,13 +41,13 @@ OF_HOOKS = pytest.mark.parametrize(
 class Trained:
     """A model of three layers, an optimizer, and inputs that differ by rank and step."""
 
-    def __init__(self, hook: str = "plain", group: dist.ProcessGroup | None = None, **options: Any) -> None:
+    def __init__(self, hook: Any = "plain", group: dist.ProcessGroup | None = None, **options: Any) -> None:
         torch.manual_seed(3)
         self.module = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(3)))
         self.model = fastddp.DistributedDataParallel(
             self.module, process_group=group, **{"bucket_cap_mb": 0.005, **options}
         )
-        self.hook = HOOKS[hook]()
+        self.hook = HOOKS[hook]() if isinstance(hook, str) else hook
         if self.hook is not None:
             self.model.register_comm_hook(*self.hook)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -207,6 +208,7 @@ DIFFERENT: dict[str, Callable[[int, dist.ProcessGroup], Trained]] = {
     "find_unused_parameters": lambda rank, group: Trained(group=group, find_unused_parameters=rank == 2),
     "gradient_average": lambda rank, group: Trained(group=group, gradient_average="mean" if rank < 2 else "sum"),
     "audit_every": lambda rank, group: Trained(group=group, watch=fastddp.Watch(audit_every=5 + rank // 2)),
+    "accumulate": lambda rank, group: Trained("fp16" if rank < 2 else SUMS_OF_16_BITS, group),
     "int8_compress_hook": lambda rank, group: Trained("plain" if rank < 2 else "int8", group),
     "start_powerSGD_iter": lambda rank, group: Trained("powersgd", group),
 }

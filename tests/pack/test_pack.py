@@ -169,6 +169,7 @@ def test_documented_examples() -> None:
     assert failed == 0
 
 
+@pytest.mark.tier("slow", but_one_in=3)
 @by_each
 @pytest.mark.parametrize(("gradient", "wire"), PAIRS, ids=named)
 def test_dtypes(mover: str, gradient: torch.dtype, wire: torch.dtype) -> None:
@@ -179,6 +180,7 @@ def test_dtypes(mover: str, gradient: torch.dtype, wire: torch.dtype) -> None:
 SIZES = {"Triton": [0, 1, 3, 4, 7, 8, 4095, 4096, 4097, 9001], "C++": [1, 7, 8, 15, 16, 33, 1000, 100_003, 600_000]}
 
 
+@pytest.mark.tier("slow", but_one_in=4)
 @pytest.mark.parametrize(
     ("mover", "numel", "gradient", "wire"),
     [

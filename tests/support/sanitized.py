@@ -43,6 +43,7 @@ TESTS = [
     "tests/pack/test_pack.py",
     "tests/observe/test_step_report.py",
     "tests/watch/test_slow_ranks.py",
+    "tests/elastic/test_regroup.py",
     "tests/device/test_gpu_path.py",
     "tests/device/test_graphs.py",
 ]
