@@ -94,24 +94,34 @@ def make_group(
 
 
 def _note(parent: dist.ProcessGroup, part: dist.ProcessGroup) -> dist.ProcessGroup:
-    _parts.setdefault(parent, []).append(part)
+    if parent not in _parts:
+        _parts[parent] = []
+        weakref.finalize(parent, _bury, _parts[parent]).atexit = False
+    _parts[parent].append(part)
     return part
+
+
+def _bury(parts: list[dist.ProcessGroup]) -> None:
+    """Let another thread destroy them: note [Groups that are left], csrc/waits/interruption.h."""
+    if parts:
+        bury(parts)
 
 
 def destroy_parts(parent: dist.ProcessGroup) -> None:
     """Destroy the groups that were made of ``parent``, which no model uses any more.
 
     Torch makes a group's name of its ranks and of the names that there are, and a second group of one name would find
-    the keys of the first in the store. So their names stay taken. Gloo's destructor takes time, in another thread.
+    the keys of the first in the store. So their names stay taken.
     """
-    world, parts = dist.distributed_c10d._world, _parts.pop(parent, [])
+    world, noted = dist.distributed_c10d._world, _parts.get(parent, [])
+    parts = [*noted]
+    noted.clear()
     for part in parts:
         if part in world.pg_map:  # else torch has destroyed it
             name = world.pg_names[part]
             dist.destroy_process_group(part)
             world.pg_names[_TakenName()] = name  # type: ignore[index]
-    if parts:
-        bury(parts)
+    _bury(parts)
 
 
 class _TakenName:

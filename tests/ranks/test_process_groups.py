@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -262,3 +263,15 @@ print(model.module.bias.grad.tolist())
 def test_a_group_in_a_process_without_a_default_one_is_enough() -> None:
     ended = subprocess.run([sys.executable, "-c", WITHOUT_A_DEFAULT], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout) == (0, "[2.0, 2.0]\n"), ended.stderr
+
+
+@on_ranks(1)
+def test_groups_that_were_made_of_one_that_is_gone_are_destroyed_in_another_thread(rank: int) -> None:
+    """Gloo's destructor waits for collectives, and one may be on its way that another rank never joins."""
+    parent = dist.new_group([0])
+    part = groups.make_group(parent, torch.device("cpu"), [[0]], "part")
+    with mock.patch.object(groups, "bury") as bury:
+        dist.destroy_process_group(parent)
+        del parent
+        gc.collect()
+    bury.assert_called_once_with([part])

@@ -279,8 +279,10 @@ def test_the_next_process_removes_what_killed_ones_have_left_but_of_jobs_that_go
 
 
 @needs_shared_memory
-def test_a_rank_that_was_stopped_and_killed_is_shown_and_its_page_removed() -> None:
-    owner = "from fastddp import _C; page = _C.Progress(['w'], 1, 2); print(page.path, flush=True); input()"
+def test_a_rank_that_was_stopped_and_killed_is_shown_and_its_page_removed(page: _C.Progress) -> None:
+    page.belongs_to(43)  # a job that goes on, else any process that starts now would remove the page
+    owner = "page = _C.Progress(['w'], 1, 2); page.belongs_to(43); print(page.path, flush=True); input()"
+    owner = f"from fastddp import _C; {owner}"
     process = subprocess.Popen([sys.executable, "-P", "-c", owner], stdin=-1, stdout=-1, text=True)
     assert process.stdout is not None
     path = process.stdout.readline().strip()
