@@ -157,6 +157,7 @@ class Jobs:
         with (
             mock.patch.object(dist, "split_group", lambda parent, parts, **given: make("split", parent, parts, given)),
             mock.patch.object(dist, "new_group", lambda ranks, **given: make("new", None, ranks, given)),
+            mock.patch.object(groups, "_note", lambda parent, part: part),
             mock.patch.object(dist, "get_process_group_ranks", return_value=MODEL),
             mock.patch.object(dist, "ProcessGroupNCCL", self.nccl, create=True),
             mock.patch.object(dist.distributed_c10d, "_get_default_group", return_value=self.world),
