@@ -62,7 +62,7 @@ def native_group(port: int, replica: int) -> Any:
     """One that stays the same object from quorum to quorum."""
     store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False)
     group = dist.ProcessGroup(store, replica, 3)
-    backend = dist.ProcessGroupGloo(store, replica, 3, TIMEOUT, enable_reconfigure=True)
+    backend = dist.ProcessGroupGloo(store, replica, 3, TIMEOUT, enable_reconfigure=True)  # type: ignore[call-arg]
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
