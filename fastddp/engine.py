@@ -74,9 +74,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Carried:
-    """What an engine leaves to the next, in another group of ranks. All get what the newest of these has left."""
+    """What an engine leaves to the next, in another group of ranks. All get the newest rank's, but for ``own``."""
 
-    learned: list[int]  # what is known of windows: _C.Reducer.learned()
+    learned: list[int]  # of what is known of windows (_C.Reducer.learned()) what all ranks have alike
+    own: list[int]  # the rest: how often parameters get gradients here, if that may change; the order of arrival
     plan: Buckets
     has_rebuilt_buckets: bool
     places: list[bool]  # of buckets: the attributes of InForce that are PLACES
@@ -144,7 +145,7 @@ class Engine:
         main_gradients.let_grad_differ(parameters)
         like = main_gradients.like(parameters)
         plan = recipe.plan(like) if carried is None else carried.plan
-        learned = () if carried is None else carried.learned
+        learned = () if carried is None else [*carried.learned, *carried.own]
         self.reducer = self._make_reducer(make_reducer, plan, main_gradients, process_group, learned)
         self.parameter_watch = ParameterWatch(recipe.module, recipe.ignored, recipe.parameters, self.reducer)
         average = recipe.gradient_average
@@ -253,8 +254,11 @@ class Engine:
         if self.reducer.leave(group_stays):
             for parameter in now.parameters.tensors:
                 parameter.grad = None
+        learned = self.reducer.learned()
+        alike = 3 + 4 * len(now.like) if self.recipe.config.expect == _C.Expect.as_first else 1
         carried = Carried(
-            self.reducer.learned(),
+            learned[:alike],
+            learned[alike:],
             now.plan,
             self.has_rebuilt_buckets,
             [getattr(now, place) for place in Carried.PLACES],

@@ -155,7 +155,9 @@ def agree(
     """
     handed, tensors = ({}, {}) if state is None else state.hand_out()
     outline = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
-    blob = json.dumps([dataclasses.asdict(carried), handed, outline, number.members]).encode()
+    left = dataclasses.asdict(carried)
+    own = left.pop("own")
+    blob = json.dumps([left, handed, outline, number.members]).encode()
     digest = int.from_bytes(hashlib.sha256(blob).digest()[:8], "little", signed=True)
     told = verify_replicas(
         replicated_tensors(recipe.module, recipe.ignored, recipe.config.init_sync_buffers),
@@ -188,7 +190,7 @@ def agree(
         generation=newest.generation + 1,
         members=tuple(rank.process for rank in said),
     )
-    return Agreed(taken, Carried(**left), any(rank.has_sharded_state for rank in said))
+    return Agreed(taken, Carried(**left, own=own), any(rank.has_sharded_state for rank in said))
 
 
 def _in_words(hook: tuple[object, Callable[..., Any]] | None) -> str:

@@ -113,15 +113,14 @@ def destroy_parts(parent: dist.ProcessGroup) -> None:
     Torch makes a group's name of its ranks and of the names that there are, and a second group of one name would find
     the keys of the first in the store. So their names stay taken.
     """
-    world, noted = dist.distributed_c10d._world, _parts.get(parent, [])
-    parts = [*noted]
-    noted.clear()
+    world, parts = dist.distributed_c10d._world, _parts.pop(parent, [])
     for part in parts:
         if part in world.pg_map:  # else torch has destroyed it
             name = world.pg_names[part]
             dist.destroy_process_group(part)
             world.pg_names[_TakenName()] = name  # type: ignore[index]
     _bury(parts)
+    parts.clear()  # the finalizer of ``parent`` holds the list
 
 
 class _TakenName:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fastddp
 from fastddp import comm_hooks
@@ -320,6 +322,19 @@ def test_a_static_graph_is_not_learned_again(options: dict[str, bool], rank: int
     trained.train(3)
     assert trained.model.bucket_plan() == before
     assert trained.model.reducer.windows() == 6
+    assert_alike(dist.group.WORLD, dict(trained.module.named_parameters()))
+
+
+@on_ranks(2)
+def test_each_rank_still_knows_how_many_gradients_its_own_parameters_get(rank: int) -> None:
+    trained = Trained(find_unused_parameters=True)
+    layer = trained.module[1]
+    if rank == 1:
+        once = functools.partial(checkpoint, layer.forward, use_reentrant=True)
+        layer.forward = lambda x: once(once(x))
+    trained.train(3)
+    trained.model.regroup(dist.new_group([0, 1]))
+    trained.train(2)
     assert_alike(dist.group.WORLD, dict(trained.module.named_parameters()))
 
 
