@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -17,7 +19,7 @@ from fastddp.config import Config
 from fastddp.errors import see
 from fastddp.exchange.descriptions import AllReduce, Exchange, Schedule, check_wire
 from fastddp.exchange.in_force import InForce
-from fastddp.exchange.of_model import OfModel
+from fastddp.exchange.of_model import OfModel, all_or_nothing
 from fastddp.exchange.ways import check_shardable, way_of
 from fastddp.module.main_gradients import MainGradients, without_memory
 from fastddp.module.nested import tensors_in
@@ -106,7 +108,7 @@ class _Sharded(Protocol):
 
     def parameters_ready(self) -> None: ...
 
-    def lay_out(self) -> _C.Sharding: ...
+    def laid_out(self, now: InForce) -> AbstractContextManager[list[_C.Shard]]: ...
 
     def gradients(self) -> Sequence[torch.Tensor]: ...
 
@@ -136,6 +138,7 @@ class Engine:
         self.slow_ranks: SlowRanks | None = None
         self._left: tuple[Carried, _C.Lost | None] | None = None
         self.sharded: _Sharded | None = None
+        self._agreed: dict[str, Any] | None = None  # what ranks have agreed on, which this one has not taken yet
         self._note_error = note_error
         self._of_model: OfModel | None = None
         config, watch = recipe.config, recipe.watch
@@ -174,7 +177,7 @@ class Engine:
         self._non_finite = None if watch.corruption is None else NonFiniteWatch(self.now, watch.corruption)
         self.audit = self._make_audit(audited)
         all_reduce = AllReduce(wire=recipe.wire)
-        self._use((lambda window: all_reduce) if hook is None else self._schedule_of(*hook))
+        self._use(*((lambda window: all_reduce, None) if hook is None else self._schedule_of(*hook)))
         self.local_steps = LocalSteps(self.now, watch.local_steps)
         self.steps = check_before_each_step(self.now, self.local_steps, self.check_before_step)
         self.sample_steps(*self.sampling)
@@ -293,34 +296,40 @@ class Engine:
     def register_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Use this hook from now on; see :meth:`fastddp.DistributedDataParallel.register_comm_hook`."""
         self.reducer.repair_if_failed()  # other ranks may wait for that, and for nothing else
-        self._use(self._schedule_of(state, hook))
+        with all_or_nothing(state):
+            self._use(*self._schedule_of(state, hook))
         if self.reducer.state == "armed" and self._adds_up_weights():  # the forward has, of the ranks of before
             self._weight.send(self.now.exchange.group(self.now.setting), counts=True)
             self._set_weighting()
 
-    def _schedule_of(self, state: object, hook: Callable[..., Any]) -> Schedule:
+    def _schedule_of(self, state: object, hook: Callable[..., Any]) -> tuple[Schedule, OfModel]:
         this = weakref.ref(self)  # a state may outlive the model
-        self._of_model = OfModel(
+        of_model = OfModel(
             lambda: this().reducer,  # type: ignore[union-attr]
             lambda: this().now.setting,  # type: ignore[union-attr]
             self.now.number.name,
         )
-        return comm_hooks.schedule(state, hook, self._of_model)
+        return comm_hooks.schedule(state, hook, of_model), of_model
 
-    def _use(self, schedule: Schedule) -> None:
+    def _use(self, schedule: Schedule, of_model: OfModel | None) -> None:
         for exchange in getattr(schedule, "may_use", ()):  # in this window or a later one
             check_exchange(self.recipe.gradient_average, exchange)
             if self.sharded is not None:
                 check_shardable(exchange, self.now.setting)
         self._install(schedule(self.reducer.windows()))
-        self.schedule = schedule
+        self.schedule, self._of_model = schedule, of_model
 
-    def _install(self, exchange: Exchange) -> None:
-        setting = self.now.setting
+    def _install(self, exchange: Exchange, **changes: Any) -> None:
+        """Let gradients travel like this from the next window on; ``changes``: attributes of what is in force.
+
+        Where it raises, nothing has changed: note [All or nothing], ``csrc/bucket/bucket.h``.
+        """
+        setting = dataclasses.replace(self.now, **changes).setting
         check_exchange(self.recipe.gradient_average, exchange)
         check_wire(exchange, setting)
-        self.reducer.set_way(way_of(exchange, setting))
-        self.now.exchange = exchange
+        with all_or_nothing(getattr(exchange, "state", None)):
+            self.reducer.set_way(way_of(exchange, setting), setting.plan)
+        vars(self.now).update(changes, exchange=exchange)
 
     # -------------------------------------------------------------------------------------------------- its buckets
 
@@ -330,10 +339,22 @@ class Engine:
 
     def rebuild_buckets(self) -> None:
         """After the first window: plan buckets again, in the order in which gradients came on rank 0."""
-        recipe, now = self.recipe, self.now
-        is_static = recipe.config.expect == _C.Expect.as_first
+        is_static = self.recipe.config.expect == _C.Expect.as_first
         if self.reducer.windows() == 0 or (is_static and not self.reducer.knows_usage()):
             return
+        # If this raises on one rank, its next forward goes on here, and the others do not compare anything again.
+        self._agreed = self._agreed or self._agree_on_buckets(is_static)
+        self.use_plan(**self._agreed)
+        self._agreed = None
+        if is_static:
+            self.reducer.fix_usage()
+        self.has_rebuilt_buckets = True
+        if self.planner is not None:
+            self.planner.begin(self.reducer)
+
+    def _agree_on_buckets(self, is_static: bool) -> dict[str, Any]:
+        """The arguments of :meth:`use_plan`."""
+        now = self.now
         planned = dict.fromkeys(index for bucket in self.first_plan() for index in bucket)
         arrived = dict.fromkeys(index for index in self.reducer.arrival_order() if index in planned)
         check_same_model(now.number.agreed, now.process_group, now.device)
@@ -341,17 +362,17 @@ class Engine:
         if is_static:
             used = set(self.reducer.used_parameters())
             order = [index for index in order if index in used] or order
-            self.reducer.fix_usage()
-        plan = recipe.plan(now.like, order)
+        plan = self.recipe.plan(now.like, order)
         if self.sharded is not None and become_complete_in_order(now.plan, order):
             plan = now.plan  # others are little better, and parameters and state would move
         bucket_bytes = [sum(now.like[index].nbytes for index in bucket) for bucket in plan]
-        now.divide_in_collective = self._divides_in_collective(order)
-        now.reads_pay = self.planner is None and reads_pay(bucket_bytes)  # a planner measures allreduces
-        self.use_plan(plan, lanes_pay(bucket_bytes))
-        self.has_rebuilt_buckets = True
-        if self.planner is not None:
-            self.planner.begin(self.reducer)
+        return {
+            "plan": plan,
+            "several_lanes": lanes_pay(bucket_bytes),
+            "reads_pay": self.planner is None and reads_pay(bucket_bytes),  # a planner measures allreduces
+            "lanes_were_measured": False,
+            "divide_in_collective": self._divides_in_collective(order),
+        }
 
     def _divides_in_collective(self, order: Sequence[int]) -> bool:
         """Yes if gradients stay in their buckets, zeroed in place: then only the division would take a kernel."""
@@ -371,40 +392,32 @@ class Engine:
         assert isinstance(now.exchange, AllReduce)  # register_comm_hook refuses others
         found = self.planner.find(self.reducer, now.setting, now.exchange, now.device)
         if found is not None:
-            self.use_plan(*found, lanes_were_measured=True)
+            plan, several_lanes = found
+            self.use_plan(plan, several_lanes=several_lanes, lanes_were_measured=True)
         self.planner.begin(self.reducer)
 
-    def use_plan(self, plan: Buckets, several_lanes: bool, lanes_were_measured: bool = False) -> None:
-        """Use these buckets and lanes from the next window on."""
+    def use_plan(self, plan: Buckets, **changes: Any) -> None:
+        """Use these buckets from the next window on, with ``changes`` as of :meth:`_install`."""
         now = self.now
         self.reducer.repair_if_failed()
-        if self.sharded is not None:
-            plan = with_one_dtype(plan, now.parameters.tensors)
-        is_another = plan != now.plan
-        now.plan, now.several_lanes, now.lanes_were_measured = plan, several_lanes, lanes_were_measured
-        if is_another:
-            self.reducer.set_plan(plan)
-        if self.sharded is not None and is_another:
-            self.shard(self.sharded)
+        if self.sharded is not None and with_one_dtype(plan, now.parameters.tensors) != now.plan:
+            self.shard(self.sharded, plan=plan, **changes)
         else:
-            self._install(now.exchange)
+            self._install(now.exchange, plan=now.plan if self.sharded else plan, **changes)
 
-    def shard(self, sharded: _Sharded) -> None:
+    def shard(self, sharded: _Sharded, **changes: Any) -> None:
         """From the next window on, each rank gets the averages of its own part of every bucket, as ``sharded`` decides.
 
-        Raises ValueError, before anything is changed, if gradients travel in a way that cannot be sharded.
+        ``changes``: as of :meth:`_install`. Raises ValueError if gradients travel in a way that cannot be sharded.
         """
         now = self.now
         self.reducer.repair_if_failed()
         for exchange in (now.exchange, *getattr(self.schedule, "may_use", ())):
             check_shardable(exchange, now.setting)
-        plan = with_one_dtype(now.plan, now.parameters.tensors)
-        if plan != now.plan:
-            now.plan = plan
-            self.reducer.set_plan(plan)
-        now.sharding = sharded.lay_out()
+        changes["plan"] = with_one_dtype(changes.get("plan", now.plan), now.parameters.tensors)
+        with sharded.laid_out(coming := dataclasses.replace(now, **changes)) as shards:
+            self._install(now.exchange, **changes, sharding=coming.sharding, shards=shards)
         self.sharded = sharded
-        self._install(now.exchange)
 
     def expect(self, recipe: Recipe) -> None:
         """Take over ``recipe``, in which only ``config.expect`` may be new. Call this before the first window."""

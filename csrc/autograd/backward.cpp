@@ -91,7 +91,6 @@ bool Backwards::only_this_node_brings(torch::autograd::Node* accumulator) {
 
 void Backwards::note(std::function<void()> on_end) {
   last_ = Backward::current();
-  lost_one_ = number_ >= 0 && number() > number_ + 1;
   number_ = number();
   when_this_one_ends(std::move(on_end));
 }

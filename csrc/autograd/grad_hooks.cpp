@@ -1,10 +1,13 @@
 #include "autograd/grad_hooks.h"
 
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <mutex>
+#include <unordered_set>
+#include <utility>
 
 #include "autograd/backward.h"
 #include "bucket/gradient_memory.h"
@@ -13,7 +16,6 @@
 namespace fastddp {
 
 using torch::autograd::variable_list;
-using torch::autograd::utils::LambdaPostHook;
 
 namespace {
 
@@ -106,59 +108,139 @@ bool on_backward_through(const std::vector<at::Tensor>& outputs, const std::func
   return any;
 }
 
-GradHooks::GradHooks(const std::vector<at::Tensor>& parameters, const BeforeGradient& before_gradient, OnGradient on_gradient)
-    : on_gradient_(std::move(on_gradient)) {
-  hooks_.reserve(parameters.size());
+// ------------------------------------------------------------------------------------------------ note [Hooks that stay]
+
+class Line {
+ public:
+  explicit Line(at::Tensor parameter) : parameter_(std::move(parameter)) {}
+
+  struct Place {
+    std::weak_ptr<Receiver> receiver;
+    size_t number;  // of the parameter, there
+  };
+  void add(const Place& place) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(places_, [](const Place& other) { return other.receiver.expired(); });
+    places_.push_back(place);
+  }
+  void remove(const std::weak_ptr<Receiver>& receiver) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(places_, [&](const Place& other) {
+      return !other.receiver.owner_before(receiver) && !receiver.owner_before(other.receiver);
+    });
+  }
+  // Whoever is there now.
+  c10::SmallVector<std::pair<std::shared_ptr<Receiver>, size_t>, 2> now() const {
+    c10::SmallVector<std::pair<std::shared_ptr<Receiver>, size_t>, 2> found;
+    const std::lock_guard lock(mutex_);
+    for (const auto& [receiver, number] : places_) {
+      if (auto alive = receiver.lock()) found.emplace_back(std::move(alive), number);
+    }
+    return found;
+  }
+  bool is_for_one() const { return now().size() <= 1; }
+
+  const at::Tensor& gradient() const { return parameter_.grad(); }
+  bool came_early() const { return Backwards::is_inside_one() && came_early_in == Backwards::number(); }
+  int came_early_in = -1;  // the number of a backward, in whose thread this is read and written
+
+ private:
+  const at::Tensor parameter_;
+  mutable std::mutex mutex_;
+  std::vector<Place> places_;
+};
+
+namespace {
+
+// Runs after an accumulator has accumulated a gradient.
+class AfterGradient : public torch::autograd::FunctionPostHook {
+ public:
+  explicit AfterGradient(std::shared_ptr<Line> line) : line(std::move(line)) {}
+
+  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
+    if (line->came_early()) return outputs;
+    for (const auto& [receiver, number] : line->now()) {
+      receiver->on_gradient(number, inputs.at(0), held_by_parameter_alone(line->gradient(), inputs));
+    }
+    return outputs;
+  }
+  void compiled_args(torch::autograd::CompiledNodeArgs&) const override {
+    TORCH_CHECK(line->now().empty(), kNotCompiled, see("FD038"));
+  }
+
+  const std::shared_ptr<Line> line;
+};
+
+// The line of an accumulator; null: it has none.
+std::shared_ptr<Line> line_of(torch::autograd::Node& accumulator) {
+  for (const auto& hook : accumulator.post_hooks()) {
+    if (const auto* own = dynamic_cast<const AfterGradient*>(hook.get())) return own->line;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+GradHooks::GradHooks(const std::vector<at::Tensor>& parameters) {
+  static auto& making = *new std::mutex;
+  const std::lock_guard lock(making);
   for (size_t index = 0; index < parameters.size(); ++index) {
     auto accumulator = torch::autograd::impl::grad_accumulator(parameters[index]);
     TORCH_CHECK(accumulator, "fastddp: parameter ", index, " does not require a gradient");
-    auto before = std::make_unique<BeforeNode>([this, before_gradient, index](const variable_list& incoming) {
-      if (came_early(index)) return false;
-      before_gradient(index, incoming.at(0).defined());
-      return true;
-    });
-    const auto* const before_hook = before.get();
-    accumulator->add_pre_hook(std::move(before));
-    const auto after = accumulator->add_post_hook(std::make_unique<LambdaPostHook>(
-        [this, index](const variable_list& outputs, const variable_list& inputs) {
-          if (!came_early(index)) {
-            on_gradient_(index, inputs.at(0), held_by_parameter_alone(hooks_[index].parameter.grad(), inputs));
-          }
-          return outputs;
-        },
-        [](torch::autograd::CompiledNodeArgs&) { TORCH_CHECK(false, kNotCompiled, see("FD038")); }));
-    hooks_.push_back({parameters[index], std::move(accumulator), before_hook, after});
+    auto line = line_of(*accumulator);
+    if (line == nullptr) {
+      line = std::make_shared<Line>(parameters[index]);
+      accumulator->add_pre_hook(std::make_unique<BeforeNode>([line](const variable_list& incoming) {
+        if (line->came_early()) return false;
+        for (const auto& [receiver, number] : line->now()) receiver->before_gradient(number, incoming.at(0).defined());
+        return true;
+      }));
+      accumulator->add_post_hook(std::make_unique<AfterGradient>(line));
+    }
+    hooks_.push_back({std::move(accumulator), std::move(line)});
   }
 }
 
-GradHooks::~GradHooks() {
-  remove();
+void GradHooks::begin(const std::weak_ptr<Receiver>& receiver) {
+  receiver_ = receiver;
+  for (size_t index = 0; index < hooks_.size(); ++index) hooks_[index].line->add({receiver, index});
 }
 
-bool GradHooks::came_early(size_t parameter) const {
-  return Backwards::is_inside_one() && hooks_[parameter].came_early_in == Backwards::number();
+void GradHooks::end() {
+  for (const auto& hook : hooks_) hook.line->remove(receiver_);
+}
+
+bool GradHooks::are_alone() const {
+  return std::ranges::all_of(
+      hooks_, [](const Hook& hook) { return hook.accumulator->post_hooks().size() <= 1 && hook.line->is_for_one(); });
+}
+
+bool GradHooks::any_came_early_in(int backward) const {
+  return std::ranges::any_of(hooks_, [&](const Hook& hook) { return hook.line->came_early_in == backward; });
 }
 
 bool GradHooks::may_come_early(size_t parameter) const {
   if (!Backwards::is_inside_one() || Backwards::is_for_a_choice() || parameter >= hooks_.size()) return false;
   auto& node = *hooks_[parameter].accumulator;
+  const auto& line = *hooks_[parameter].line;
   const bool is_alone = node.pre_hooks().size() == 1 && node.post_hooks().size() == 1 && node.tensor_pre_hooks().empty() &&
-                        !node.tensor_post_acc_grad_hooks();
-  return is_alone && !came_early(parameter) && Backwards::only_this_node_brings(&node);
+                        !node.tensor_post_acc_grad_hooks() && line.is_for_one();
+  return is_alone && !line.came_early() && Backwards::only_this_node_brings(&node);
 }
 
 void GradHooks::accumulate_early(size_t parameter, const at::Tensor& gradient, bool may_share) {
-  auto& hook = hooks_[parameter];
+  const auto& [accumulator, line] = hooks_[parameter];
   const c10::AutoGradMode no_grad(false);
   // The accumulator takes the memory of a tensor to which nobody refers but its caller.
   variable_list arriving(1);
   arriving.front() = may_share ? as_gradient(gradient) : gradient.clone();
   const auto incoming = arriving.front();
-  const bool shares = may_share && !hook.parameter.grad().defined();
-  hook.came_early_in = Backwards::number();
-  (*hook.accumulator)(std::move(arriving));
+  const bool shares = may_share && !line->gradient().defined();
+  line->came_early_in = Backwards::number();
+  (*accumulator)(std::move(arriving));
   // The graph, too, refers to what is shared, and drops it.
-  on_gradient_(parameter, incoming, shares || held_by_parameter_alone(hook.parameter.grad(), {incoming}));
+  const bool exclusive = shares || held_by_parameter_alone(line->gradient(), {incoming});
+  if (const auto receiver = receiver_.lock()) receiver->on_gradient(parameter, incoming, exclusive);
 }
 
 std::vector<size_t> GradHooks::lost(const std::vector<at::Tensor>& parameters) const {
@@ -170,16 +252,25 @@ std::vector<size_t> GradHooks::lost(const std::vector<at::Tensor>& parameters) c
   return lost;
 }
 
-bool GradHooks::are_alone() const {
-  return std::ranges::all_of(hooks_, [](const Hook& hook) { return hook.accumulator->post_hooks().size() <= 1; });
-}
-
-void GradHooks::remove() {
-  for (auto& hook : hooks_) {
-    std::erase_if(hook.accumulator->pre_hooks(), [&](const auto& other) { return other.get() == hook.before; });
-    hook.accumulator->del_post_hook(hook.after);
+std::vector<std::shared_ptr<Receiver>> receivers_behind(const std::vector<at::Tensor>& roots) {
+  std::vector<std::shared_ptr<Receiver>> found;
+  std::vector<torch::autograd::Node*> left;
+  std::unordered_set<torch::autograd::Node*> seen;
+  const auto reach = [&](torch::autograd::Node* node) {
+    if (node != nullptr && seen.insert(node).second) left.push_back(node);
+  };
+  for (const auto& root : roots) reach(torch::autograd::impl::gradient_edge(root).function.get());
+  while (!left.empty()) {
+    auto* const node = left.back();
+    left.pop_back();
+    for (const auto& edge : node->next_edges()) reach(edge.function.get());
+    const auto line = line_of(*node);
+    if (line == nullptr) continue;
+    for (auto& [receiver, number] : line->now()) {
+      if (std::ranges::find(found, receiver) == found.end()) found.push_back(receiver);
+    }
   }
-  hooks_.clear();
+  return found;
 }
 
 }  // namespace fastddp

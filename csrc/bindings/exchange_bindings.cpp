@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
 #include "bindings/bindings.h"
+#include "bucket/shard.h"
 #include "device/huge_pages.h"
 #include "transport/gather.h"
 #include "transport/outbox.h"
@@ -37,6 +38,7 @@ void bind_exchanges(py::module_& m) {
 
   py::class_<Block8Errors, std::shared_ptr<Block8Errors>>(m, "Block8Errors", "What block8 has left out; csrc/codec/codec.h.")
       .def(py::init<>())
+      .def("copy", [](const Block8Errors& errors) { return std::make_shared<Block8Errors>(errors); })
       .def_property(
           "of_parameters", [](const Block8Errors& errors) { return errors.of_parameters; },  // undefined: None
           [](Block8Errors& errors, const std::vector<OptionalTensor>& all) {
@@ -73,6 +75,7 @@ void bind_exchanges(py::module_& m) {
   m.def("has_bytes", &has_bytes, "Whether a process has these bytes; csrc/transport/outbox.h.", py::arg("process"),
         py::arg("address"), py::arg("bytes"), no_gil);
 
+  py::class_<Shard, std::shared_ptr<Shard>>(m, "Shard", "A rank's part of a bucket's gradients; csrc/bucket/shard.h.");
   py::class_<Sharding, std::shared_ptr<Sharding>>(m, "Sharding", "Which rank has what; csrc/bucket/sharding.h.")
       .def(py::init([](const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan,
                        size_t ranks, size_t rank, bool whole, bool for_optimizer) {
@@ -100,7 +103,20 @@ void bind_exchanges(py::module_& m) {
           },
           py::arg("bucket"))
       .def("places", &Sharding::places, py::arg("bucket"))
-      .def("length", &Sharding::length, py::arg("bucket"));
+      .def("length", &Sharding::length, py::arg("bucket"))
+      .def(
+          "shards",
+          [](const Sharding& sharding, std::vector<std::vector<at::Tensor>> holders, const std::vector<at::Tensor>& notices) {
+            std::vector<std::shared_ptr<Shard>> shards;
+            for (size_t bucket = 0; bucket < sharding.buckets(); ++bucket) {
+              std::vector<at::Tensor> of_members;
+              for (const auto parameter : sharding.parameters(bucket)) of_members.push_back(notices.at(parameter));
+              shards.push_back(std::make_shared<Shard>(sharding, bucket, std::move(holders.at(bucket)), std::move(of_members)));
+            }
+            return shards;
+          },
+          "This rank's, by bucket. `holders`: by bucket and span, the optimizer's tensors; `notices`: by parameter.",
+          py::arg("holders"), py::arg("notices"), no_gil);
 
   m.def(
       "empty_in_huge_pages",
@@ -140,7 +156,7 @@ void bind_exchanges(py::module_& m) {
       .def_readwrite("all", &Way::all)
       .def_readwrite("node", &Way::node)
       .def_readwrite("sharding", &Way::sharding)
-      .def_readwrite("keeps_runs", &Way::keeps_runs)
+      .def_readwrite("shards", &Way::shards)
       .def_readwrite("steps_optimizers", &Way::steps_optimizers);
 
   py::class_<RegisteredMemory, std::shared_ptr<RegisteredMemory>>(m, "RegisteredMemory",

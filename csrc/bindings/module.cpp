@@ -30,6 +30,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("is_capturing", &is_capturing, py::arg("device"), "csrc/device/cuda_driver.h", no_gil);
 
+  m.def("backward_raised", &OtherReducers::backward_raised, py::arg("roots"), "csrc/reducer/other_reducers.h.", no_gil);
+
   bind_watch(m);
 
   py::enum_<Expect>(m, "Expect", "Which gradients a window waits for; csrc/window/window.h.")
@@ -130,10 +132,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                       c10::intrusive_ptr<c10d::ProcessGroup> process_group, bool gradient_as_bucket_view, Expect expect,
                       std::vector<size_t> sparse, std::optional<c10::ScalarType> gradient_dtype, bool in_main_grad,
                       bool lazy_bucket_allocation, const std::vector<int64_t>& learned) {
-            return destroyed_without_gil(std::make_unique<Reducer>(
+            auto made = destroyed_without_gil(std::make_unique<Reducer>(
                 std::move(parameters), std::move(names), std::move(plan), std::move(process_group),
                 GradientForm{gradient_as_bucket_view, gradient_dtype, in_main_grad, lazy_bucket_allocation}, expect,
                 std::move(sparse), learned));
+            made->listen();
+            return made;
           }),
           py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("process_group"),
           py::arg("gradient_as_bucket_view"), py::arg("expect") = Expect::all, py::arg("sparse") = std::vector<size_t>(),
@@ -158,7 +162,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def("arm", &Reducer::arm, py::arg("outputs") = std::vector<at::Tensor>());
   def("opens_by", &Reducer::opens_by, py::arg("open"));
   def("set_local", &Reducer::set_local, py::arg("is_local"));
-  def("note_idle_step", &Reducer::note_idle_step);
+  def("pass_by", &Reducer::pass_by, py::arg("outputs"));
+  def("note_missed_step", &Reducer::note_missed_step);
   def("note_optimizer", &Reducer::note_optimizer, py::arg("begins"));
   def("note_loss_scale", &Reducer::note_loss_scale, py::arg("scale"));
   def("send_parameters", &Reducer::send_parameters, py::arg("gather"), py::arg("bucket"), py::arg("memory"));
@@ -174,15 +179,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def("set_expect", &Reducer::set_expect, py::arg("expect"));
   def("set_model_number", &Reducer::set_model_number, py::arg("number"));
   def("fix_usage", &Reducer::fix_usage);
-  def("set_plan", &Reducer::set_plan, py::arg("plan"));
   def("parameters_without_hook", &Reducer::parameters_without_hook);
   def("handed_over", &Reducer::handed_over);
   def("steps_inside_backward", &Reducer::steps_inside_backward);
   def("remove_hooks", &Reducer::remove_hooks);
   def("windows", &Reducer::windows);
   def("measure", &Reducer::measure);
-  def("become_sharded", &Reducer::become_sharded, py::arg("sharding"), py::arg("holders"), py::arg("notices"));
-  def("set_way", &Reducer::set_way, py::arg("way"));
+  def("set_way", &Reducer::set_way, py::arg("way"), py::arg("plan") = std::nullopt);
   def("use_memory", &Reducer::use_memory, py::arg("memory"));
   def("failure", &Reducer::failure);
 }

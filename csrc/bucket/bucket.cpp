@@ -4,13 +4,25 @@
 
 namespace fastddp {
 
+void Outline::set_wire(WireFormat format, WireMemory memory, bool has_beside) {
+  keeps_wire = !layout.set_format(format) && keeps_wire;
+  wire = Wire::Need{format.dtype, layout.device(), layout.wire_length(), has_beside, std::move(memory)};
+}
+
+void Outline::do_without_wire(WireFormat format) {
+  layout.set_format(format);
+  wire.reset();
+}
+
 Bucket::Bucket(Layout layout, std::vector<at::Tensor> holders)
     : layout(std::move(layout)),
       window(this->layout.size()),
       kernels(make_kernels(this->layout.device())),
       marks(this->layout.size()),
       holders_(std::move(holders)) {
-  set_wire(this->layout.format());
+  auto outline = this->outline();
+  outline.set_wire(this->layout.format());
+  take(std::move(outline));
 }
 
 at::Tensor& Bucket::gradient_to_write(size_t member) {
@@ -20,33 +32,30 @@ at::Tensor& Bucket::gradient_to_write(size_t member) {
   return gradient;
 }
 
-void Bucket::set_wire(WireFormat format, WireMemory memory, bool has_beside) {
-  if (layout.set_format(format)) wire.give_back();
-  wire.plan(Wire::Need{format.dtype, device(), layout.wire_length(), has_beside, std::move(memory)});
-}
-
-void Bucket::do_without_wire(WireFormat format) {
-  layout.set_format(format);
-  wire.plan(std::nullopt);
+void Bucket::take(Outline outline) {
+  if (!outline.keeps_wire) wire.give_back();
+  layout = std::move(outline.layout);
+  wire.plan(std::move(outline.wire));
+  shard = std::move(outline.shard);
 }
 
 void Bucket::make_wire() {
-  wire.make();
-  cut_wire();
+  wire.make([this](const at::Tensor& made) { return cut_up(made); });
 }
 
 void Bucket::take_another_wire() {
-  wire.become(wire.another());
-  cut_wire();
+  wire.become(wire.another(), [this](const at::Tensor& made) { return cut_up(made); });
 }
 
-void Bucket::cut_wire() {
-  layout.zero_gaps(wire.tensor());
+std::vector<at::Tensor> Bucket::cut_up(const at::Tensor& wire) const {
+  layout.zero_gaps(wire);
+  std::vector<at::Tensor> views;
   for (size_t member = 0; member < size(); ++member) {
-    const auto& view = wire.parts.emplace_back(layout.view(wire.tensor(), member));
+    const auto& view = views.emplace_back(layout.view(wire, member));
     // Of its own, not the wire's: a mark of one gradient shall not see writes to another (gradient_mark.h).
     view.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(0));
   }
+  return views;
 }
 
 void Bucket::arrive(size_t member, bool exclusive) {

@@ -28,6 +28,27 @@ class Shard;
 // - A gradient that someone else refers to stays where it is, and unpack writes the average there.
 // - If someone keeps a gradient in the wire's memory beyond the next window, the wire is theirs. The bucket takes a new one.
 //
+// Note [All or nothing]
+// A way of gradients, and buckets for it, take memory, Python and other ranks, and each of these may raise. So what follows from a way
+// is made beside what is in force (Driver::prepare(), Buckets::others()), and takes its place at the end, where nothing raises any
+// more. Whoever catches the error has the exchange of before.
+
+// What of a bucket follows from a way.
+struct Outline {
+  Layout layout;
+  std::optional<Wire::Need> wire;  // none: something else travels
+  std::shared_ptr<Shard> shard;    // as Bucket::shard
+  bool keeps_wire = true;          // members are where they were, so the wire stays if it is as long
+
+  void set_grid(Grid grid) { keeps_wire = !layout.set_grid(grid) && keeps_wire; }
+  // How the wire is laid out and where its memory comes from (wire_memory.h). `has_beside`: as Wire::Need.
+  void set_wire(WireFormat format, WireMemory memory = nullptr, bool has_beside = false);
+  // Something else travels, as numbers of this format, or nothing does. Gradients stay where autograd put them.
+  void do_without_wire(WireFormat format);
+  // Note [Lent wires], wire.h: what travels has memory during a window only.
+  bool lends_wire() const { return layout.form().lazy_bucket_allocation && (shard != nullptr || !wire); }
+};
+
 // What is done with a bucket is in files of their own: packing.h, placeholders.h, measuring.h.
 class Bucket {
  public:
@@ -49,7 +70,7 @@ class Bucket {
   size_t index() const { return layout.index(); }
   size_t size() const { return layout.size(); }
   c10::Device device() const { return layout.device(); }
-  // Note [Lent wires], wire.h: what travels has memory during a window only.
+  // As Outline::lends_wire().
   bool lends_wire() const { return layout.form().lazy_bucket_allocation && (shard != nullptr || !wire.is_planned()); }
 
   // `parameter.grad`, or the main gradient.
@@ -67,11 +88,10 @@ class Bucket {
   // The gradient, to be written. Makes memory where there is none, and gives autograd a new version.
   at::Tensor& gradient_to_write(size_t member);
 
-  // From the next window on: how the wire is laid out and where its memory comes from (wire_memory.h). `has_beside`: as
-  // Wire::Need.
-  void set_wire(WireFormat format, WireMemory memory = nullptr, bool has_beside = false);
-  // Something else travels, as numbers of this format, or nothing does. Gradients stay where autograd put them.
-  void do_without_wire(WireFormat format);
+  // What it is now, to be changed for a coming way.
+  Outline outline() const { return {layout, wire.need(), shard}; }
+  // From the next window on. Raises nothing.
+  void take(Outline outline);
   // Makes the wire, which does not exist.
   void make_wire();
   // Leaves the wire to whoever holds it.
@@ -81,7 +101,7 @@ class Bucket {
   void arrive(size_t member, bool exclusive);
 
  private:
-  void cut_wire();
+  std::vector<at::Tensor> cut_up(const at::Tensor& wire) const;
 
   std::vector<at::Tensor> holders_;
 };

@@ -35,46 +35,53 @@ Buckets::Buckets(std::vector<at::Tensor> parameters, std::vector<std::string> na
               " parameters");
 }
 
-void Buckets::replace(Plan plan, const std::function<bool(size_t)>& may_be_missing) {
+Buckets::Others Buckets::others(const Plan& plan, const std::function<bool(size_t)>& may_be_missing) {
   const auto nowhere = plan.size();
-  std::vector<Place> places(parameters_.size(), {nowhere, 0});
+  Others others{.places = {parameters_.size(), Place{nowhere, 0}}};
   for (size_t bucket = 0; bucket < plan.size(); ++bucket) {
     for (size_t member = 0; member < plan[bucket].size(); ++member) {
       const auto parameter = plan[bucket][member];
-      TORCH_CHECK(parameter < parameters_.size() && places[parameter].bucket == nowhere, "fastddp: parameter ", parameter,
-                  " of bucket ", bucket, " does not exist or is in two buckets of the plan");
-      places[parameter] = {bucket, member};
+      TORCH_CHECK(parameter < parameters_.size() && others.places[parameter].bucket == nowhere, "fastddp: parameter ",
+                  parameter, " of bucket ", bucket, " does not exist or is in two buckets of the plan");
+      others.places[parameter] = {bucket, member};
     }
+    others.all.push_back(make(bucket, plan.size(), plan[bucket], form_));
+    side_streams_.add(others.all.back().device());
   }
   for (size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
-    TORCH_CHECK(places[parameter].bucket != nowhere || may_be_missing(parameter) || is_sparse(parameter), "fastddp: parameter ",
-                names_[parameter], " is in no bucket of the plan");
+    TORCH_CHECK(others.places[parameter].bucket != nowhere || may_be_missing(parameter) || is_sparse(parameter),
+                "fastddp: parameter ", names_[parameter], " is in no bucket of the plan");
   }
-  places_ = std::move(places);
-  movable_.clear();
   for (const auto& bucket : buckets_) {
     if (form_.in_main_grad) break;
-    for (const auto member : movable_members(bucket)) movable_.push_back(bucket.layout.parameter(member));
+    for (const auto member : movable_members(bucket)) others.movable.push_back(bucket.layout.parameter(member));
   }
-  buckets_.clear();
-  are_sharded_ = false;
-  for (size_t bucket = 0; bucket < plan.size(); ++bucket) {
-    buckets_.push_back(make(bucket, plan.size(), plan[bucket], form_));
-    side_streams_.add(buckets_.back().device());
-  }
-  set_measure_locally(measure_locally_);
+  others.measured_rows = rows_of(others.all, measure_locally_);
+  return others;
+}
+
+void Buckets::become(Others others) {
+  buckets_ = std::move(others.all);
+  places_ = std::move(others.places);
+  movable_ = std::move(others.movable);
+  measured_rows_ = std::move(others.measured_rows);
 }
 
 void Buckets::set_measure_locally(bool measure) {
+  measured_rows_ = rows_of(buckets_, measure);
   measure_locally_ = measure;
-  measured_rows_.clear();
-  for (auto& bucket : buckets_) {
+}
+
+Buckets::RowsByDevice Buckets::rows_of(std::vector<Bucket>& buckets, bool measure) {
+  RowsByDevice all_rows;
+  for (auto& bucket : buckets) {
     bucket.local_sums.reset();
     if (!measure) continue;
-    auto& rows = measured_rows_[bucket.device()];
+    auto& rows = all_rows[bucket.device()];
     if (rows == nullptr) rows = std::make_shared<MeasuredRows>(bucket.device());
     bucket.local_sums.emplace(bucket.layout.lengths(), rows);
   }
+  return all_rows;
 }
 
 void Buckets::reset() {
@@ -113,20 +120,6 @@ void Buckets::place_gradients() {
     const bool is_alone = !gradient.defined() || gradient.storage().nbytes() == gradient.nbytes();
     if (has(parameter) || is_alone) continue;
     take_memory_of(gradient, empty_gradient(parameters_[parameter], gradient.scalar_type()).copy_(gradient));
-  }
-}
-
-void Buckets::become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
-                             const std::vector<at::Tensor>& notices) {
-  are_sharded_ = sharding != nullptr;
-  for (auto& bucket : buckets_) {
-    bucket.shard.reset();
-    if (bucket.layout.set_grid(are_sharded_ ? sharding->grid() : Grid())) bucket.wire.give_back();
-    if (!are_sharded_) continue;
-    std::vector<at::Tensor> of_members;
-    for (const auto parameter : bucket.layout.parameters()) of_members.push_back(notices.at(parameter));
-    const auto index = bucket.index();
-    bucket.shard = std::make_shared<Shard>(*sharding, index, holders.at(index), std::move(of_members));
   }
 }
 

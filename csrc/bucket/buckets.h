@@ -20,10 +20,31 @@ class Buckets {
   // `sparse`: parameters whose gradients are sparse tensors and travel in no bucket.
   Buckets(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<size_t> sparse, GradientForm form);
 
-  // Replaces the buckets. Each parameter is in exactly one, or in none if it is sparse or `may_be_missing`.
-  void replace(Plan plan, const std::function<bool(size_t)>& may_be_missing);
+  struct Place {
+    size_t bucket;
+    size_t member;
+  };
+  using RowsByDevice = std::unordered_map<c10::Device, std::shared_ptr<MeasuredRows>>;
+  // Buckets of another plan: note [All or nothing], bucket.h.
+  struct Others {
+    std::vector<Bucket> all;
+    std::vector<Place> places;
+    std::vector<size_t> movable;
+    RowsByDevice measured_rows;
+  };
+  // Each parameter is in exactly one bucket of the plan, or in none if it is sparse or `may_be_missing`.
+  Others others(const Plan& plan, const std::function<bool(size_t)>& may_be_missing);
+  // Replaces the buckets. Raises nothing.
+  void become(Others others);
+  // The parameters of each.
+  Plan plan() const {
+    Plan plan;
+    for (const auto& bucket : buckets_) plan.push_back(bucket.layout.parameters());
+    return plan;
+  }
   // Moves gradients into wires that are new: those that lived in wires that are gone, and main gradients (note [Main gradients],
-  // gradient_memory.h). To be called when it is known what travels.
+  // gradient_memory.h). To be called when it is known what travels. Where it raises, the rest stays where it is, and travels from
+  // there.
   void place_gradients();
 
   // By parameter.
@@ -38,11 +59,8 @@ class Buckets {
     if (has(parameter)) function(buckets_[place(parameter).bucket], place(parameter).member, arguments...);
   }
 
-  // From the next window on, each rank gets the averages of its own spans only. `holders`: by bucket and span of this rank, the
-  // optimizer's tensors; `notices`: by parameter. Note [Sharded gradients], shard.h. Null: this rank gets all averages.
-  void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
-                      const std::vector<at::Tensor>& notices);
-  bool are_sharded() const { return are_sharded_; }
+  // Each rank gets the averages of its own spans only: note [Sharded gradients], shard.h.
+  bool are_sharded() const { return !buckets_.empty() && buckets_.front().shard != nullptr; }
   // Note [What a gradient still holds], gradient_mark.h. In no bucket: there is no mark.
   void mark(size_t parameter) {
     if (!has(parameter)) return;
@@ -63,7 +81,6 @@ class Buckets {
   // Note [Local sums], pack/local_sums.h: from the next window on.
   void set_measure_locally(bool measure);
   bool measure_locally() const { return measure_locally_; }
-  using RowsByDevice = std::unordered_map<c10::Device, std::shared_ptr<MeasuredRows>>;
   const RowsByDevice& measured_rows() const { return measured_rows_; }
 
   std::vector<Bucket>& all() { return buckets_; }
@@ -71,10 +88,6 @@ class Buckets {
   size_t size() const { return buckets_.size(); }
   Bucket& operator[](size_t bucket) { return buckets_[bucket]; }
 
-  struct Place {
-    size_t bucket;
-    size_t member;
-  };
   bool has(size_t parameter) const { return place(parameter).bucket < buckets_.size(); }
   const Place& place(size_t parameter) const { return places_[parameter]; }
 
@@ -82,7 +95,7 @@ class Buckets {
   const at::Tensor& gradient(size_t parameter) const { return holders_[parameter].grad(); }
   // The same, or the gradient of this rank's span of it.
   at::Tensor own_gradient(size_t parameter) const {
-    if (!are_sharded_ || !has(parameter)) return gradient(parameter);
+    if (!are_sharded() || !has(parameter)) return gradient(parameter);
     const auto [bucket, member] = places_[parameter];
     return buckets_[bucket].shard->own_gradient(member, gradient(parameter));
   }
@@ -115,8 +128,9 @@ class Buckets {
   const std::vector<std::string> names_;
   const std::vector<size_t> sparse_;
   const GradientForm form_;
+  static RowsByDevice rows_of(std::vector<Bucket>& buckets, bool measure);
+
   bool measure_locally_ = false;
-  bool are_sharded_ = false;
   RowsByDevice measured_rows_;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;    // by parameter; in no bucket: `bucket` is buckets_.size()

@@ -12,20 +12,23 @@ void Wire::plan(std::optional<Need> need) {
   need_ = std::move(need);
 }
 
-void Wire::make() {
+void Wire::make(const CutUp& cut_up) {
   const auto options = at::TensorOptions().dtype(need_->dtype).device(need_->device);
   const auto memory = [&] { return need_->memory ? need_->memory(need_->elements, options) : another(); };
-  tensor_ = memory();
-  sum_ = need_->has_beside ? memory() : tensor_;
+  const auto tensor = memory(), sum = need_->has_beside ? memory() : tensor;
+  become(tensor, cut_up);
+  sum_ = sum;
 }
 
 at::Tensor Wire::another() const {
   return empty_in_huge_pages(need_->elements, at::TensorOptions().dtype(need_->dtype).device(need_->device));
 }
 
-void Wire::become(const at::Tensor& tensor) {
+void Wire::become(const at::Tensor& tensor, const CutUp& cut_up) {
+  auto parts_of_it = cut_up ? cut_up(tensor) : std::vector<at::Tensor>();
   give_back();
   tensor_ = sum_ = tensor;
+  parts = std::move(parts_of_it);
 }
 
 void Wire::give_back() {

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -34,11 +35,14 @@ class Wire {
   };
   // Says what make() makes; none: nothing travels in it. Another need than before gives back what there is.
   void plan(std::optional<Need> need);
+  const std::optional<Need>& need() const { return need_; }
   bool is_planned() const { return need_.has_value(); }
 
   bool exists() const { return tensor_.defined(); }
-  // Makes it, uninitialised: the caller fills it, and cuts `parts`.
-  void make();
+  // Cuts `parts` out of a wire.
+  using CutUp = std::function<std::vector<at::Tensor>(const at::Tensor& wire)>;
+  // Makes it, uninitialised but for what `cut_up` writes: the caller fills it.
+  void make(const CutUp& cut_up = nullptr);
   const at::Tensor& tensor() const { return tensor_; }
   // The tensor itself, unless it is beside.
   const at::Tensor& sum() const { return sum_; }
@@ -50,7 +54,7 @@ class Wire {
   at::Tensor another() const;
   // Takes this memory: a part of another wire, which knows who holds it; or what another() has made, and the memory before is left to
   // whoever holds it.
-  void become(const at::Tensor& tensor);
+  void become(const at::Tensor& tensor, const CutUp& cut_up = nullptr);
   // Gives its memory back; gradients that live there keep it.
   void give_back();
 

@@ -30,8 +30,6 @@ WindowStatus::Said Closing::said() const {
   auto said = said_;
   said.rank = group_.getRank();
   said.model = model_;
-  said.forwards += window_.forwards();
-  if (said.forwards == 0) said.scale = 0;
   if (window_.ends_with_backward()) {
     said.used = said.failed ? std::vector<Used>(buckets_.parameters().size(), Used::no) : used_here();
   }

@@ -32,10 +32,17 @@ void Reducer::lose() {
   tell_lost_(*lost_);
 }
 
+void Reducer::backward_raised() {
+  const std::lock_guard lock(mutex_);
+  notice_failure();
+  const bool may_open = open_ && !is_local_ && !window_.has_begun();
+  if (window_.is(WindowState::armed) || (may_open && !window_.is(WindowState::failed))) ++missed_;
+}
+
 bool Reducer::leave(bool group_stays) {
   has_left_ = true;
-  hooks_.remove();
-  if (backwards_.last().runs()) interruption_->interrupt(kLeft);  // in another thread
+  hooks_.end();
+  interruption_->interrupt(kLeft);  // a backward may wait in another thread, with the lock
   const std::lock_guard lock(mutex_);
   backwards_.let_last_end(mutex_);
   notice_failure();
@@ -69,12 +76,12 @@ void Reducer::repair() {
   if (unsaid == Failure::Unsaid::warning) TORCH_WARN(closing_.failure().text());
   driver_.void_what_was_done();
   // Other ranks get NaN from this one: an average over some of the ranks would pass for a gradient.
-  closing_.say({.window = window_.ended() - 1, .failed = true, .lost_a_backward = backwards_.lost_one()});
+  closing_.say({.window = window_.ended() - 1, .failed = true});
   if (window_.owes()) driver_.abandon_rest(std::numeric_limits<double>::quiet_NaN());
   const bool others_go_on = window_.owes() && closing_.abandon(driver_);
   if (!others_go_on) driver_.undo({});
   steps_.forget_window();
-  idle_steps_ = 0;  // all ranks have raised
+  missed_ = 0;  // all ranks have raised
   driver_.give_back();
   apply(WindowEvent::repair);
   TORCH_CHECK(unsaid != Failure::Unsaid::error, closing_.failure().text(), see("FD010"));
@@ -88,7 +95,7 @@ void Reducer::shadow_window() {
   apply(WindowEvent::stand_aside);
   steps_.forget_window();
   driver_.keep();  // a window counts as a step here: this rank's optimizer does not step, but others' do
-  closing_.say({.window = window_.ended() - 1, .lost_a_backward = backwards_.lost_one()});
+  closing_.say({.window = window_.ended() - 1});
   driver_.abandon_rest(0.0);
   const bool is_well = closing_.abandon(driver_);
   if (!is_well) driver_.undo({});

@@ -11,13 +11,12 @@
 namespace fastddp {
 namespace {
 
-// Hooks in C++: those of reducers, torch's among them. Optimizers inside backward have theirs in Python.
-size_t reducers_with_hooks(const at::Tensor& parameter) {
+// Hooks in C++, as torch's reducer has. Optimizers inside backward have theirs in Python.
+bool has_hooks_of_others(const at::Tensor& parameter) {
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
-  if (!accumulator) return 0;
-  return std::ranges::count_if(accumulator->post_hooks(), [](const auto& hook) {
-    return dynamic_cast<const torch::autograd::utils::LambdaPostHook*>(hook.get()) != nullptr;
-  });
+  return accumulator && std::ranges::any_of(accumulator->post_hooks(), [](const auto& hook) {
+           return dynamic_cast<const torch::autograd::utils::LambdaPostHook*>(hook.get()) != nullptr;
+         });
 }
 
 struct Registered {
@@ -55,17 +54,25 @@ std::pair<std::shared_ptr<Reducer>, size_t> OtherReducers::only_reducer_of(const
   return only;
 }
 
+void OtherReducers::backward_raised(const std::vector<at::Tensor>& roots) {
+  auto told = receivers_behind(roots);
+  const bool has_graph = std::ranges::any_of(roots, &at::Tensor::requires_grad);
+  if (!has_graph) {
+    const std::lock_guard lock(registered().mutex);
+    for (const auto* one : registered().all) {
+      if (auto alive = one->own_.weak_from_this().lock(); alive && alive->reacts()) told.push_back(std::move(alive));
+    }
+  }
+  for (const auto& receiver : told) receiver->backward_raised();
+}
+
 bool OtherReducers::read_gradients() const {
   const std::lock_guard lock(registered().mutex);
   return std::ranges::any_of(parameters_, [&](const auto& parameter) {
-    size_t holders = 0;
-    bool is_read = false;
-    for (const auto* one : registered().all) {
-      if (!one->numbers_.contains(parameter.unsafeGetTensorImpl())) continue;
-      ++holders;
-      is_read |= one != this && one->own_.reacts();
-    }
-    return is_read || reducers_with_hooks(parameter) > holders;  // more: some are not fastddp's
+    const auto reads = [&](const auto* one) {
+      return one != this && one->numbers_.contains(parameter.unsafeGetTensorImpl()) && one->own_.reacts();
+    };
+    return has_hooks_of_others(parameter) || std::ranges::any_of(registered().all, reads);
   });
 }
 

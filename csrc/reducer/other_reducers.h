@@ -32,6 +32,10 @@ class OtherReducers {
   // The only reducer that has this parameter, and the parameter's number there; null: none, or several.
   static std::pair<std::shared_ptr<Reducer>, size_t> only_reducer_of(const at::Tensor& parameter);
 
+  // A backward from `roots` has raised: tells those whose gradients it was to bring. Where there is no graph that is not known, and
+  // it tells those that wait for a backward.
+  static void backward_raised(const std::vector<at::Tensor>& roots);
+
   // Whether another reducer now reacts to gradients of these parameters, too, or one that is not fastddp's may: it has a hook.
   bool read_gradients() const;
   // Whether another reducer may now start collectives of the same process group.

@@ -38,22 +38,17 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       local_(buckets_, window_),
       closing_(buckets_, window_, *process_group_, reduction_.shared_sums()),
       were_handed_over_(buckets_.parameters().size()),
-      hooks_(
-          buckets_.parameters(), [this](size_t parameter, bool is_defined) { before_gradient(parameter, is_defined); },
-          [this](size_t parameter, const at::Tensor& incoming, bool exclusive) {
-            on_gradient(parameter, incoming, exclusive);
-          }) {
+      hooks_(buckets_.parameters()) {
   driver_.status_is_written_by([this](const at::Tensor& room) { closing_.write_status(driver_, room); });
-  driver_.prepare(plain_way(process_group_));
   if (!learned.empty()) window_.go_on_from(learned);
-  set_plan(plan);
+  set_way(plain_way(process_group_), plan);
+  buckets_.place_gradients();  // main gradients have to be there
   timeline_.window(static_cast<uint32_t>(window_.state()), window_.ended());
 }
 
 Reducer::~Reducer() {
   if (has_left_) return;
   const std::lock_guard lock(mutex_);
-  hooks_.remove();
   leave_behind(/*group_stays=*/false);
 }
 
@@ -66,34 +61,32 @@ void Reducer::check_between_windows(const char* what) const {
   TORCH_CHECK(!reduction_.is_conducted(), "fastddp: ", what, " when no communication hook runs", see("FD014"));
 }
 
-void Reducer::set_plan(const Plan& plan) {
-  const std::lock_guard lock(mutex_);
-  check_between_windows("buckets can be replaced");
-  steps_.look_for_skipped();
-  const auto is_never_used = [&](size_t parameter) { return window_.knows_first() && !window_.ever_used(parameter); };
-  buckets_.replace(plan, is_never_used);
-  window_.set_buckets(plan);
-  driver_.prepare(driver_.way());
-  tell_plan();
-  const c10::AutoGradMode no_grad(false);
-  if (driver_.memory() == nullptr) buckets_.place_gradients();
-}
-
-void Reducer::set_way(std::shared_ptr<Way> way) {
+void Reducer::set_way(std::shared_ptr<Way> way, const std::optional<Plan>& plan) {
   way->meet(buckets_.device());
   const std::lock_guard lock(mutex_);
-  check_between_windows("how gradients are exchanged can be changed");
-  TORCH_CHECK_VALUE(!std::exchange(way->is_taken, true),
+  constexpr auto what = "how gradients are exchanged can be changed";
+  check_between_windows(what);
+  TORCH_CHECK_VALUE(!way->is_taken,
                     "fastddp: a way belongs to one reducer, and this one has its reducer already. Make another one.");
+  const auto is_never_used = [&](size_t parameter) { return window_.knows_first() && !window_.ever_used(parameter); };
+  std::optional<Buckets::Others> others;
+  if (plan && *plan != buckets_.plan()) others = buckets_.others(*plan, is_never_used);
+  auto next = driver_.prepare(way, others ? others->all : buckets_.all());
+  check_between_windows(what);  // another thread may have begun one meanwhile
+  if (others) steps_.look_for_skipped();
+  if (others) buckets_.become(std::move(*others)), window_.set_buckets(*plan);
+  driver_.take(std::move(next));
   if (has_streams(buckets_.device())) {
     auto groups = way->groups();
     groups.push_back(process_group_);
     interruption_->may_abort(std::move(groups));
   }
-  driver_.prepare(std::move(way));
   tell_plan();
-  const c10::AutoGradMode no_grad(false);
-  buckets_.place_gradients();
+  try {
+    const c10::AutoGradMode no_grad(false);
+    buckets_.place_gradients();
+  } catch (const std::exception&) {  // memory is short: they travel from where they are
+  }
 }
 
 void Reducer::tell_plan() {
@@ -117,13 +110,6 @@ void Reducer::use_memory(std::shared_ptr<const RegisteredMemory> memory) {
   check_between_windows("where wires come from can be changed");
   driver_.use_memory(std::move(memory));
   for (auto& bucket : buckets_.all()) bucket.wire.give_back();  // gradients that live there move with the next way
-}
-
-void Reducer::become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
-                             const std::vector<at::Tensor>& notices) {
-  const std::lock_guard lock(mutex_);
-  check_between_windows("gradients can be sharded");
-  buckets_.become_sharded(sharding, holders, notices);
 }
 
 // ----------------------------------------------------------------------------------------------------- before a backward
@@ -170,6 +156,17 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
   if (!backwards_.are_seen_early()) reduction_.layers().remember();
 }
 
+// Its backward may come first, and is not the one that the window waits for.
+void Reducer::pass_by(const std::vector<at::Tensor>& outputs) {
+  if (open_ || !window_.is(WindowState::armed)) return;
+  on_backward_through(outputs, [reducer = weak_from_this()] {
+    const auto alive = reducer.lock();
+    if (!alive) return;
+    const std::lock_guard lock(alive->mutex_);
+    alive->backwards_.note_outputs(/*are_local=*/true);
+  });
+}
+
 // --------------------------------------------------------------------------------------------- from a gradient to its bucket
 
 // A backward is best seen at the outputs of its forward. Its first gradient may come inside a reentrant checkpoint, which runs
@@ -179,6 +176,7 @@ void Reducer::on_backward_begin() {
   if (is_local_) return;
   // A backward for a choice may bring no gradient of ours. If it does, its first gradient begins the reduction.
   if (Backwards::is_for_a_choice()) return backwards_.note_choice();
+  backwards_.note_outputs(/*are_local=*/false);
   note_backward();
   // If every gradient has to come, a backward that brings no gradient of ours is not ours: it trains something upstream.
   if (window_.expects_all()) return;
@@ -240,7 +238,7 @@ void Reducer::open_without_forward() {
 
 void Reducer::begin_with_gradient() {
   const std::lock_guard lock(mutex_);
-  if (is_local_ || !window_.may_begin() || !Backwards::is_inside_one()) return;
+  if (is_local_ || !window_.may_begin() || !Backwards::is_inside_one() || backwards_.is_local()) return;
   // Another backward over the last forward begins at its outputs (on_backward_begin), if they are watched.
   const bool is_another = window_.is(WindowState::finished);
   const bool comes_by_outputs = !backwards_.are_seen_early() || backwards_.is_noted_choice();
@@ -358,11 +356,7 @@ void Reducer::on_backward_end() {
 void Reducer::finish_window() {
   closing_.check_sparse_gradients();
   local_.measure_beside_buckets();
-  const auto idle_steps = idle_steps_.exchange(0);
-  closing_.say({.window = window_.ended(),
-                .lost_a_backward = backwards_.lost_one() || idle_steps > 0,
-                .scale = local_.loss_scale(),
-                .forwards = idle_steps},
+  closing_.say({.window = window_.ended(), .missed = missed_.exchange(0), .scale = local_.loss_scale()},
                local_.are_watched() ? &local_ : nullptr);
   const Timeline::Wait waits(timeline_, What::tick, driver_.next());
   while (driver_.has_ticks_left()) driver_.tick();

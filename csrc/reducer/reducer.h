@@ -39,7 +39,7 @@ struct Lost {
 
 // Owns the parts and decides when each of them works; a part decides how.
 // All methods may be called with or without the GIL; none needs it.
-class Reducer : public std::enable_shared_from_this<Reducer> {
+class Reducer : public Receiver, public std::enable_shared_from_this<Reducer> {
  public:
   // `plan`: the parameters of each bucket, in the order of collectives. Each parameter is in exactly one bucket, except those
   // known to be used by no rank, and the `sparse` ones, whose gradients are sparse tensors (sparse.h).
@@ -47,7 +47,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
           c10::intrusive_ptr<c10d::ProcessGroup> process_group, GradientForm form, Expect expect = Expect::all,
           std::vector<size_t> sparse = {}, const std::vector<int64_t>& learned = {});
   // Also in the middle of a window.
-  ~Reducer();
+  ~Reducer() override;
+  // Hears of gradients from now on; called once.
+  void listen() { hooks_.begin(weak_from_this()); }
   // Ends the use of this object without a wait for other ranks; waits of other threads end. `group_stays`: it goes on with other
   // ranks. Returns whether an open or failed window is void now; what codecs remember is as before its step.
   bool leave(bool group_stays);
@@ -61,12 +63,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // After a forward whose backward shall synchronise gradients. `outputs`: the forward's tensors, where that backward begins. A
   // backward that reaches none of them begins before its first gradient, which may be inside a reentrant checkpoint.
   void arm(const std::vector<at::Tensor>& outputs = {});
+  // After a forward whose backward shall not synchronise. An earlier forward may wait for another backward.
+  void pass_by(const std::vector<at::Tensor>& outputs);
 
   // Both for a module without a wrapper: note [Windows without a forward], reducer.cpp. `open` is called without the lock.
   void opens_by(std::function<void()> open) { open_ = std::move(open); }
   void set_local(bool is_local) { is_local_ = is_local; }
-  // An optimizer steps though no backward has reached the model since its last step: ranks compare how often that was.
-  void note_idle_step() { ++idle_steps_; }
+  // This rank may be a step behind the others: its optimizer steps, and a backward since its last step has brought nothing. Ranks
+  // compare how often that was (note [Status of a window], window/status.h).
+  void note_missed_step() { ++missed_; }
+  // The same if a window waits for a backward that has raised before it reached the model.
+  void backward_raised() override;
 
   // A compiled backward has computed this parameter's gradient, and goes on: note [Handed over], grad_hooks.h.
   void hand_over(size_t parameter, const at::Tensor& gradient);
@@ -187,9 +194,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     return buckets_.measure();
   }
 
-  // Replaces the buckets, between two windows.
-  void set_plan(const Plan& plan);
-
   // Whether a gradient that comes now may be averaged.
   bool reacts() const { return window_.is_open(); }
   const c10d::ProcessGroup& process_group() const { return *process_group_; }
@@ -200,14 +204,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     closing_.set_model_number(number);
   }
 
-  // Each rank gets the averages of its own spans only, between two windows: Buckets::become_sharded(). Another plan, or null,
-  // ends that. The way of gradients has to be sharded too.
-  void become_sharded(const Sharding* sharding, const std::vector<std::vector<at::Tensor>>& holders,
-                      const std::vector<at::Tensor>& notices);
+  // How gradients travel from the next window on, and in which buckets; none: in those that there are. If it raises, nothing has
+  // changed: note [All or nothing], bucket/bucket.h.
+  void set_way(std::shared_ptr<Way> way, const std::optional<Plan>& plan = std::nullopt);
 
-  void set_way(std::shared_ptr<Way> way);
-
-  // Where the wires of coming ways come from; null: ordinary memory. Otherwise wires of a new plan wait for its way.
+  // Where the wires of coming ways come from; null: ordinary memory.
   void use_memory(std::shared_ptr<const RegisteredMemory> memory);
 
   WindowState state() {
@@ -228,7 +229,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Whether nobody else has hooks that run after autograd has accumulated a gradient of these parameters.
   bool hooks_are_alone() const { return hooks_.are_alone(); }
 
-  void remove_hooks() { hooks_.remove(); }
+  void remove_hooks() { hooks_.end(); }
+
+  void before_gradient(size_t parameter, bool is_defined) override;
+  void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive) override;
 
  private:
   // Moves the window on. If a new window begins, resets what this object has for the old one.
@@ -247,11 +251,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // From a forward to a gradient.
   void on_backward_begin();
   void note_backward();
-  void before_gradient(size_t parameter, bool is_defined);
   void open_without_forward();
   void begin_with_gradient();
   bool may_share_memory(size_t parameter, const at::Tensor& gradient) const;
-  void on_gradient(size_t parameter, const at::Tensor& incoming, bool exclusive);
   void on_local_gradient(size_t parameter, bool exclusive);
   void begin_reduction(bool at_outputs = false);
 
@@ -297,11 +299,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::atomic<bool> is_local_{false};                // gradients stay on this rank, whatever a forward asked for
   std::atomic<int> asked_in_{-1};                    // the number of the last backward that has asked for a window
   std::mutex opening_;
-  std::atomic<size_t> idle_steps_{0};  // since the last window
+  std::atomic<size_t> missed_{0};  // since the last window: note_missed_step()
   std::function<void(const Lost&)> tell_lost_;
   std::optional<Lost> lost_;
   bool has_left_ = false;  // leave() was called
-  GradHooks hooks_;        // last: they call the members above
+  GradHooks hooks_;
 };
 
 }  // namespace fastddp

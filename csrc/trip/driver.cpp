@@ -43,23 +43,31 @@ std::vector<size_t> order_of(const Trip& trip) {
 
 // ------------------------------------------------------------------------------------------------------------ between two windows
 
-void Driver::prepare(std::shared_ptr<Way> way) {
+Driver::Next Driver::prepare(std::shared_ptr<Way> way, std::vector<Bucket>& buckets) const {
   const auto memory = memory_;
   std::optional<Slabs> slabs;  // the places for wires that do not exist yet
-  if (memory != nullptr && way != way_) slabs.emplace(*memory);
-  way_ = std::move(way);
-  travels_.clear();
-  auto trip = make_trip(*way_, buckets_.all(), travels_, slabs ? &*slabs : nullptr, lock_);
-  fits_ = trip.has_value();
-  trip_ = fits_ ? std::move(*trip) : Trip();
-  lay_out(travels_, trip_);
-  order_ = order_of(trip_);
+  if (memory != nullptr) slabs.emplace(*memory);
+  Next next{std::move(way)};
+  next.trip = make_trip(*next.way, buckets, next.travels, slabs ? &*slabs : nullptr);
+  lay_out(next.travels, next.trip);
+  next.order = order_of(next.trip);
+  if (!slabs) return next;
+  const Unlocked unlocked(lock_);
+  slabs->allocate();
+  return next;
+}
+
+void Driver::take(Next next) {
+  way_ = std::move(next.way);
+  travels_ = std::move(next.travels);
+  trip_ = std::move(next.trip);
+  order_ = std::move(next.order);
+  for (auto& travel : travels_) travel.bucket->take(std::move(travel.outline));
+  if (way_->hook != nullptr) way_->hook->use(buckets_.all(), lock_);
+  way_->is_taken = true;
   set_weighting(weighting_);
   is_captured_ = false;
   begin_window();
-  if (!slabs) return;
-  const Unlocked unlocked(lock_);
-  slabs->allocate();
 }
 
 void Driver::set_weighting(const Weighting& weighting) {
@@ -91,7 +99,6 @@ void Driver::begin_window() {
 // ------------------------------------------------------------------------------------------------------------------------ a tick
 
 void Driver::tick() {
-  check_fits();
   // In it this thread may wait, or run a user's hook.
   const Timeline::Wait waits(timeline_, trip_.runs_users_code ? What::hook : What::tick, ticks_);
   in_window_ = true;
@@ -105,7 +112,6 @@ void Driver::tick() {
 }
 
 void Driver::gradient(Bucket& bucket, size_t member) {
-  check_fits();
   auto& travel = travels_[bucket.index()];
   if (travel.encodes_on_arrival && !travel.wires.front().exists()) make_wire(travel, 0);
   trip_.gradient(*way_, travel, member);
@@ -418,7 +424,6 @@ void Driver::overwrite(Travel& travel, size_t stage, double value) {
 }
 
 void Driver::abandon_rest(double value) {
-  check_fits();
   in_window_ = true;
   is_of_others_ = value == 0.0;
   // Of a window that failed.

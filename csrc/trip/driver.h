@@ -54,9 +54,18 @@ class Driver {
 
   // --- Between two windows
 
-  // Takes another way, or the same one for new buckets. These get wires of registered memory with the next way only. May run Python
-  // code, without the lock.
-  void prepare(std::shared_ptr<Way> way);
+  // What follows from a way.
+  struct Next {
+    std::shared_ptr<Way> way;
+    std::vector<Travel> travels = {};
+    Trip trip = {};
+    std::vector<size_t> order = {};
+  };
+  // `buckets`: the present ones, or those that take their places. May run Python code, without the lock. Note [All or nothing],
+  // bucket/bucket.h.
+  Next prepare(std::shared_ptr<Way> way, std::vector<Bucket>& buckets) const;
+  // Raises nothing.
+  void take(Next next);
   const std::shared_ptr<Way>& way() const { return way_; }
   // Where the wires of coming ways come from; null: ordinary memory.
   const std::shared_ptr<const RegisteredMemory>& memory() const { return memory_; }
@@ -129,7 +138,6 @@ class Driver {
  private:
   size_t lag() const { return trip_.stages.empty() ? 0 : trip_.stages.size() - 1; }
   size_t ticks() const { return travels_.size() + lag(); }
-  void check_fits() const { TORCH_CHECK(fits_, "fastddp: how gradients travel was chosen for other buckets"); }
 
   void enter_stages(size_t tick, std::optional<double> void_value);
   Travel* entering(size_t tick, size_t stage);
@@ -164,7 +172,6 @@ class Driver {
   Trip trip_;
   std::vector<Travel> travels_;  // by bucket
   std::vector<size_t> order_;    // of stages in a tick
-  bool fits_ = false;            // the way was made for these buckets
   bool is_captured_ = false;     // a window was captured, and its graph uses the wires
   WhoWaits who_waits_;
   // This window's.

@@ -48,6 +48,7 @@ struct Flight {
 
 struct Travel {
   Bucket* bucket;
+  Outline outline;               // what the bucket becomes when the way is taken
   Spans spans;                   // what the codec encodes: of the bucket; in two levels, of this rank's run of it
   std::vector<size_t> all = {};  // numbers of its spans
   std::vector<Leg> legs = {};    // none: the bucket's own wire travels

@@ -101,7 +101,7 @@ bool is_power_of_two(int64_t number) {
 bool may_average(const Way& way, const Travel& travel) {
   const auto dtype = travel.legs.empty() ? travel.spans.dtype : travel.legs.front().dtype;
   const bool rounds_alike = c10::elementSize(dtype) >= 4 || is_power_of_two(way.lanes->ranks());
-  return way.divides && !way.keeps_runs && way.nodes.empty() && rounds_alike;
+  return way.divides && !way.keeps_runs() && way.nodes.empty() && rounds_alike;
 }
 
 // Reserves a place in the slab of the lane that carries the wire's first piece, in this tick. Null: there is none.
@@ -110,12 +110,14 @@ WireMemory place_of(Slabs* slabs, const Collective& first, size_t tick, const Bu
   return slabs->reserve(first.lanes.of(tick, 0), bucket.device(), twice ? 2 * bytes : bytes);
 }
 
-void set_own_wire(Bucket& bucket, WireFormat format, const Collective& first, Slabs* slabs) {
-  bucket.set_wire(format);
-  if (slabs == nullptr || slabs->are_symmetric() || bucket.wire.exists() || bucket.lends_wire()) return;
-  const auto bytes = Slabs::bytes(bucket.layout.wire_length(), format.dtype);
-  const auto memory = place_of(slabs, first, bucket.index(), bucket, bytes, first.takes_room);
-  bucket.set_wire(format, memory, /*has_beside=*/memory != nullptr && first.takes_room);
+void set_own_wire(Travel& travel, WireFormat format, const Collective& first, Slabs* slabs) {
+  auto& outline = travel.outline;
+  outline.set_wire(format);
+  const bool stays = outline.keeps_wire && travel.bucket->wire.exists() && travel.bucket->wire.need() == outline.wire;
+  if (slabs == nullptr || slabs->are_symmetric() || stays || outline.lends_wire()) return;
+  const auto bytes = Slabs::bytes(outline.layout.wire_length(), format.dtype);
+  const auto memory = place_of(slabs, first, travel.bucket->index(), *travel.bucket, bytes, first.takes_room);
+  outline.set_wire(format, memory, /*has_beside=*/memory != nullptr && first.takes_room);
 }
 
 // `tail`: elements after the last leg of the last bucket.
@@ -183,7 +185,7 @@ c10::ScalarType last_dtype(const Travel& travel) {
 // costs the host nothing.
 bool has_room_for_status(const Way& way, const Route& route, const Travel& last) {
   const auto ranks = way.lanes->ranks();
-  return route.collectives.size() == 1 && !way.keeps_runs && ranks > 1 && ranks <= counts_up_to(last_dtype(last)) &&
+  return route.collectives.size() == 1 && !way.keeps_runs() && ranks > 1 && ranks <= counts_up_to(last_dtype(last)) &&
          !has_streams(last.bucket->device());
 }
 
@@ -195,7 +197,7 @@ Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
   plan(travels, *way.codec, owners_of(way));
   const auto adds_unit = adds_unit_of(way, travels);
   const auto route =
-      way.keeps_runs ? to_runs(way, *way.lanes, device, adds_unit, /*is_last=*/true) : over_lanes(way, device, adds_unit);
+      way.keeps_runs() ? to_runs(way, *way.lanes, device, adds_unit, /*is_last=*/true) : over_lanes(way, device, adds_unit);
 
   Trip trip;
   trip.codec = way.codec;
@@ -204,8 +206,8 @@ Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
   for (auto& travel : travels) {
     const auto dtype = travel.legs.size() == 1 && adds_unit == 0 ? travel.legs.front().dtype : travel.spans.dtype;
     WireFormat format{dtype, aligned(dtype), route.owners * route.unit, &travel == &travels.back() ? tail : 0};
-    travel.legs.empty() ? set_own_wire(*travel.bucket, format, *route.collectives.front(), slabs)
-                        : travel.bucket->do_without_wire(format);
+    travel.legs.empty() ? set_own_wire(travel, format, *route.collectives.front(), slabs)
+                        : travel.outline.do_without_wire(format);
     travel.may_average = may_average(way, travel);
     // Where there are no streams.
     const bool packs_on_arrival = travel.bucket->kernels->pack_on_arrival();
@@ -215,13 +217,13 @@ Trip in_one_level(const Way& way, Travels& travels, Slabs* slabs) {
   const Stage first{.write = encode, .leg = 0, .instead = void_own};
   add_stages(trip, route, first);
   if (travels.front().legs.size() > 1) {
-    TORCH_CHECK_VALUE(!way.keeps_runs, "fastddp: a sharded optimizer takes gradients that travel in one leg");
+    TORCH_CHECK_VALUE(!way.keeps_runs(), "fastddp: a sharded optimizer takes gradients that travel in one leg");
     add_second_leg(trip, route, first);
   }
   plan_wires(travels, route, trip.shared, tail, slabs);
-  trip.ends_for_others = way.keeps_runs;
+  trip.ends_for_others = way.keeps_runs();
   trip.gradient = encode_on_arrival;
-  trip.end = way.keeps_runs ? decode_mine : decode;
+  trip.end = way.keeps_runs() ? decode_mine : decode;
   trip.recover = recover;
   trip.late = late_over(way);
   return trip;
@@ -252,9 +254,9 @@ Trip in_two_levels(const Way& way, Travels& travels, Slabs* slabs) {
     for (auto& travel : travels) travel.spans.needs_wire = true;
     plan(travels, *way.codec, owners_of(way));
   }
-  const auto to_node = to_runs(way, *way.node, device, 0, /*is_last=*/way.keeps_runs);
+  const auto to_node = to_runs(way, *way.node, device, 0, /*is_last=*/way.keeps_runs());
   for (auto& travel : travels) {
-    set_own_wire(*travel.bucket, sharding->format_of(travel.bucket->layout), *to_node.collectives.front(), slabs);
+    set_own_wire(travel, sharding->format_of(travel.outline.layout), *to_node.collectives.front(), slabs);
   }
 
   Trip trip;
@@ -264,22 +266,21 @@ Trip in_two_levels(const Way& way, Travels& travels, Slabs* slabs) {
   add_stages(trip, between, run);
   if (travels.front().legs.size() > 1) add_second_leg(trip, between, run);
   plan_wires(travels, between, trip.shared, 0, nullptr);
-  if (!way.keeps_runs) {
+  if (!way.keeps_runs()) {
     const Route from_node{{make_from_owners(*way.node, {way.run_owners, runs_of(way.sharding)}, 1)}, whole};
     add_stages(trip, from_node, {.write = decode_run, .instead = void_own, .is_relayed = true});
   }
   trip.times = way.codec->remembers ? static_cast<double>(way.lanes->ranks()) : 1.0;
-  trip.ends_for_others = way.keeps_runs;
+  trip.ends_for_others = way.keeps_runs();
   trip.gradient = pack_own_on_arrival;
-  trip.end = way.keeps_runs ? decode_run_of_mine : unpack_own;
+  trip.end = way.keeps_runs() ? decode_run_of_mine : unpack_own;
   trip.recover = recover_run;
   trip.late = late_over(way);
   return trip;
 }
 
-Trip by_hook(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Slabs* slabs, std::mutex& lock) {
-  way.hook->use(buckets, lock);
-  for (auto& travel : travels) set_own_wire(*travel.bucket, {travel.bucket->layout.gradient_dtype()}, *way.hook, slabs);
+Trip by_hook(const Way& way, Travels& travels, Slabs* slabs) {
+  for (auto& travel : travels) set_own_wire(travel, {travel.outline.layout.gradient_dtype()}, *way.hook, slabs);
   Trip trip;
   add_stages(trip, {{way.hook}, whole}, {.write = pack_own, .instead = void_hook});
   trip.runs_users_code = true;
@@ -292,7 +293,7 @@ Trip by_hook(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Sla
 
 // Shows how fast a step would be without communication.
 Trip nowhere(Travels& travels) {
-  for (auto& travel : travels) travel.bucket->do_without_wire(travel.bucket->layout.format());
+  for (auto& travel : travels) travel.outline.do_without_wire(travel.outline.layout.format());
   Trip trip;
   trip.stages.push_back({.write = measure_all});
   trip.gradient = measure_on_arrival;
@@ -317,10 +318,17 @@ Travel* host_of(Travels& travels, const std::optional<Shared>& shared, size_t bu
   return shared && host < travels.size() && guest_of(travels, shared, host) != nullptr ? &travels[host] : nullptr;
 }
 
-std::optional<Trip> make_trip(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Slabs* slabs, std::mutex& lock) {
-  if (way.sharding != nullptr && !way.sharding->fit(buckets)) return std::nullopt;
-  for (auto& bucket : buckets) travels.push_back({.bucket = &bucket, .spans = bucket.layout.spans()});
-  if (way.hook != nullptr) return by_hook(way, buckets, travels, slabs, lock);
+Trip make_trip(const Way& way, std::vector<Bucket>& buckets, Travels& travels, Slabs* slabs) {
+  TORCH_CHECK(way.sharding == nullptr || way.sharding->fit(buckets),
+              "fastddp: how gradients travel was chosen for other buckets");
+  for (auto& bucket : buckets) {
+    auto outline = bucket.outline();
+    outline.shard = way.keeps_runs() ? way.shards.at(bucket.index()) : nullptr;
+    outline.set_grid(way.keeps_runs() ? way.sharding->grid() : Grid());
+    auto spans = outline.layout.spans();
+    travels.push_back({.bucket = &bucket, .outline = std::move(outline), .spans = std::move(spans)});
+  }
+  if (way.hook != nullptr) return by_hook(way, travels, slabs);
   if (buckets.empty()) return Trip();
   if (!way.lanes) return nowhere(travels);
   return way.node ? in_two_levels(way, travels, slabs) : in_one_level(way, travels, slabs);

@@ -1,8 +1,6 @@
 // The trip that follows from a way.
 #pragma once
 
-#include <mutex>
-#include <optional>
 #include <vector>
 
 #include "trip/stage.h"
@@ -10,9 +8,8 @@
 
 namespace fastddp {
 
-// Sets the formats of the buckets' wires, and fills `travels`. None: the way was made for other buckets. `slabs`: the places for
-// wires that do not exist yet; null: no such memory. `lock`: the reducer's, which hooks release.
-std::optional<Trip> make_trip(const Way& way, std::vector<Bucket>& buckets, std::vector<Travel>& travels, Slabs* slabs,
-                              std::mutex& lock);
+// Fills `travels`, and changes nothing else: note [All or nothing], bucket/bucket.h. Raises if the way was made for other buckets.
+// `slabs`: the places for wires that do not exist yet; null: no such memory.
+Trip make_trip(const Way& way, std::vector<Bucket>& buckets, std::vector<Travel>& travels, Slabs* slabs);
 
 }  // namespace fastddp

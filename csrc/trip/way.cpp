@@ -17,11 +17,11 @@ std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> Way::groups() const {
 c10d::ProcessGroup* Way::lane(size_t number, c10::Device device) const {
   if (hook != nullptr) return number == 0 ? all.get() : nullptr;
   const bool sends_messages = lanes && !nodes.empty() && goes_in_pairs(*lanes->first(), device);
-  return lanes && !node && !keeps_runs && !sends_messages ? lanes->at(number) : nullptr;
+  return lanes && !node && !keeps_runs() && !sends_messages ? lanes->at(number) : nullptr;
 }
 
 void Way::meet(c10::Device device) {
-  const bool has_levels = lanes && !nodes.empty() && (node || !keeps_runs);
+  const bool has_levels = lanes && !nodes.empty() && (node || !keeps_runs());
   if (sharding != nullptr && run_owners == nullptr) {
     run_owners = make_owners(node ? *node : *lanes, device, /*own_sums=*/!node && !nodes.empty());
   }

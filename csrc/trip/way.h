@@ -39,7 +39,8 @@ struct Way {
   bool divides = false;  // an allreduce may average; the same on all ranks
   // Which rank has what: of the optimizer, or in two levels of each node.
   std::shared_ptr<Sharding> sharding = nullptr;
-  bool keeps_runs = false;         // a rank gets the averages of its own run alone
+  // By bucket. There are some: a rank gets the averages of its own run alone (note [Sharded gradients], bucket/shard.h).
+  std::vector<std::shared_ptr<Shard>> shards = {};
   bool steps_optimizers = false;   // the hook lets an optimizer step inside backward
   std::optional<Lanes> node = {};  // two levels: the ranks of the node
   std::shared_ptr<Hook> hook = nullptr;
@@ -47,6 +48,7 @@ struct Way {
 
   bool is_taken = false;  // by a reducer
 
+  bool keeps_runs() const { return !shards.empty(); }
   // All groups that it sends over.
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const;
   // Collectives of buckets are dealt over lanes in turn. Null: there are fewer lanes, or buckets do not travel by collectives.

@@ -48,8 +48,8 @@ struct Value {
 
 struct Header {
   Value failed;      // the rank whose window failed
-  Value lost;        // the rank that may have lost a backward
-  Value forwards;    // of the window
+  Value late;        // the rank that has missed steps
+  Value missed;      // how many, and one more
   Value not_finite;  // the rank whose gradients are not finite
   Value model;
   Value scale;  // of losses, folded to 16 bits
@@ -84,8 +84,8 @@ std::string on_rank(const Value& value) {
 std::optional<std::string> trouble(const Header& found) {
   if (found.is_mixed()) return kMixed;
   if (found.failed.is_set()) return "failed on " + on_rank(found.failed);
-  if (found.lost.is_set() && found.forwards.is_set() && !found.forwards.get()) {
-    return "had not the same number of forwards on all ranks: an earlier backward on " + on_rank(found.lost) +
+  if (found.missed.is_set() && !found.missed.get()) {
+    return "met another step of other ranks: an earlier backward on " + on_rank(found.late) +
            " has raised before it reached the model, or reached no parameter of it, and that rank is now one step late; it failed "
            "there";
   }
@@ -110,8 +110,8 @@ const at::Tensor& WindowStatus::on_device(const Said& said, c10::Device device) 
   Header header;
   const auto rank = static_cast<size_t>(said.rank);
   if (said.failed) header.failed.set(rank);
-  if (said.lost_a_backward) header.lost.set(rank);
-  if (said.forwards > 0) header.forwards.set(std::min(said.forwards, kMost));
+  if (said.missed.value_or(0) > 0) header.late.set(rank);
+  if (said.missed) header.missed.set(std::min(*said.missed + 1, kMost));
   if (said.not_finite || said.not_finite_count.defined()) header.not_finite.set(rank);
   if (said.scale > 0) {
     const auto bits = std::bit_cast<uint32_t>(said.scale);

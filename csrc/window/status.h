@@ -22,10 +22,9 @@ namespace fastddp {
 // of its own, which starts before we wait for the last buckets, and travels beside them; under a hook that may still start some,
 // after them.
 //
-// Nobody sees a backward that raises before it reaches the model: that rank goes on with another forward, and its next backward
-// would meet the other ranks' last one. So each rank also tells how many forwards the window had, and whether a backward may
-// have run meanwhile that did not reach this model. If the numbers differ and a rank may have lost one, the window has failed.
-// A module without a wrapper has no forwards to count, so an optimizer's step to which no backward has led counts as one.
+// A backward that raises before it reaches the model, or reaches no parameter of it, has no window. That rank goes on, and its next
+// backward would meet the other ranks' last one. So each rank also tells how many steps it has missed so since the last window. If
+// the numbers differ, the window has failed. Forwards are not counted: ranks may have as many as they like.
 //
 // If a rank uses two models in another order, a window of one meets a window of the other, and their gradients may have the
 // same size. So each rank also tells the number of the model within its group.
@@ -48,14 +47,13 @@ class WindowStatus {
   struct Said {
     size_t window = 0;  // of the model
     bool failed = false;
-    bool lost_a_backward = false;      // it may have
-    float scale = 0;                   // of this rank's losses, by a GradScaler; 0: not known
-    int rank = 0;                      // in the model's group
-    size_t model = 0;                  // 0: ranks do not agree on a number
-    size_t forwards = 0;               // of the window, and steps before it without one; 0: this rank has no part in it
-    bool not_finite = false;           // gradients of this rank are not, or their sum over ranks may not be
-    at::Tensor not_finite_count = {};  // replaces the field above where the device knows: greater than 0 if some are not
-    std::vector<Used> used = {};       // empty where it is known beforehand
+    std::optional<size_t> missed = {};  // steps without a window before this one; none: this rank has no part in it
+    float scale = 0;                    // of this rank's losses, by a GradScaler; 0: not known
+    int rank = 0;                       // in the model's group
+    size_t model = 0;                   // 0: ranks do not agree on a number
+    bool not_finite = false;            // gradients of this rank are not, or their sum over ranks may not be
+    at::Tensor not_finite_count = {};   // replaces the field above where the device knows: greater than 0 if some are not
+    std::vector<Used> used = {};        // empty where it is known beforehand
   };
   void send(c10d::ProcessGroup& group, c10::Device device, const Said& said);
   // For a status that travels with gradients, on the CPU: writes what this rank says, without `used`, to the kNumbers elements

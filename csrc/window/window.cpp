@@ -59,7 +59,6 @@ bool Window::apply(WindowEvent event) {
   const bool follows_finished = from == WindowState::finished && *to != from && !fails;
   const bool is_new = follows_finished || event == WindowEvent::repair || event == WindowEvent::stand_aside;
   if (is_new) forget_what_came();
-  if (event == WindowEvent::arm) ++forwards_;
   state_ = *to;
   return is_new;
 }
@@ -69,7 +68,6 @@ void Window::forget_what_came() {
     parameter.arrival = Arrival::none;
     parameter.hooks = 0;
   }
-  forwards_ = 0;
   count_missing();
 }
 

@@ -100,8 +100,6 @@ class Window {
 
   // How many windows have ended, well or not: the same number on all ranks.
   size_t ended() const { return ended_; }
-  // How many forwards of this window asked for synchronisation.
-  size_t forwards() const { return forwards_; }
   // Whether a failed window was open: then this rank still owes others the exchanges that it has not started.
   bool owes() const { return owes_; }
 
@@ -218,7 +216,6 @@ class Window {
   std::atomic<WindowState> state_{WindowState::idle};
   bool owes_ = false;
   size_t ended_ = 0;
-  size_t forwards_ = 0;
 
   Expect expect_;
   bool learning_;

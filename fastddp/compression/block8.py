@@ -145,16 +145,18 @@ class BlockState:
         """Say which spans of parameters this rank exchanges; None: whole parameters.
 
         Errors stay with their elements. Elements that another rank of the node exchanged before begin without errors.
+        What exchanges them now is not disturbed: it has the object of before.
         """
         wanted = self._whole() if spans is None else spans
-        if wanted == self._spans:
-            return
-        errors = enumerate(self._errors.of_parameters)
-        known = {number: _Error(*self._spans[number], error) for number, error in errors if error is not None}
-        self._spans = wanted
-        self._errors.of_parameters = [
-            self._of_span(number, name, known.get(number)) for number, name in enumerate(self._model)
-        ]
+        errors = self._errors.copy()
+        if wanted != self._spans:
+            own = enumerate(self._errors.of_parameters)
+            known = {number: _Error(*self._spans[number], error) for number, error in own if error is not None}
+            self._spans = wanted
+            errors.of_parameters = [
+                self._of_span(number, name, known.get(number)) for number, name in enumerate(self._model)
+            ]
+        self._errors = errors
 
     def _whole(self) -> Spans:
         return {number: (0, math.prod(shape)) for number, shape in enumerate(self._model.values())}

@@ -52,6 +52,8 @@ class Setting:
     """What this rank exchanges between nodes; None: all of each gradient."""
     sharding: _C.Sharding | None = None
     """Which rank keeps what of the gradients, for a sharded optimizer; None: each rank gets all."""
+    shards: Sequence[_C.Shard] = ()
+    """By bucket: what this rank keeps of ``sharding``."""
     symmetric: bool = False
     """Whether wires go over groups of their own, in symmetric memory, and in one lane (``wire_memory="symmetric"``)."""
     place: str = ""

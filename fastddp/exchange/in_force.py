@@ -38,6 +38,7 @@ class InForce:
     lanes_were_measured: bool = False
     divide_in_collective: bool = False
     sharding: _C.Sharding | None = None
+    shards: Sequence[_C.Shard] = ()
     exchange: Exchange = field(init=False)  # the exchange of the coming window
     is_uneven: bool = False  # whether ranks may have different numbers of inputs (torch's Join)
     counts_ranks_with_inputs: bool = False  # whether a mean is only over ranks that have inputs
@@ -57,5 +58,6 @@ class InForce:
             corruption=self.corruption,
             hierarchy=self.hierarchy,
             sharding=self.sharding,
+            shards=self.shards,
             symmetric=self.symmetric,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from fastddp import _C
 from fastddp.exchange.descriptions import Setting
@@ -34,3 +35,17 @@ class OfModel:
     def end(self, windows: int, setting: Setting) -> None:
         """Keep the last number of windows and the last setting of a model that goes."""
         self._last = (windows, setting)
+
+
+@contextmanager
+def all_or_nothing(state: object) -> Iterator[None]:
+    """If this context ends by an error, give a hook's ``state``, and dicts in it, what they had when it began."""
+    own = getattr(state, "__dict__", {})
+    before = [(one, dict(one)) for one in (own, *own.values()) if type(one) is dict]
+    try:
+        yield
+    except BaseException:
+        for one, what in before:
+            one.clear()
+            one.update(what)
+        raise

@@ -33,7 +33,7 @@ def way_of(exchange: Exchange, setting: Setting) -> _C.Way:
     else:
         way = _in_two_levels(exchange, setting, setting.hierarchy)
     if setting.sharding is not None:
-        way.sharding, way.keeps_runs = setting.sharding, True
+        way.sharding, way.shards = setting.sharding, setting.shards
     return way
 
 

@@ -1,8 +1,7 @@
 """Notices, before an optimizer's step, that a replicated module trains on each rank alone.
 
 Nothing of fastddp's runs in a backward over parameters that the reducer does not know: all of them were replaced or
-cast, the module is gone while its submodules train on, or no forward has needed its wrapper yet. And a rank whose
-backward reaches no parameter takes no part in a window that the other ranks wait in.
+cast, the module is gone while its submodules train on, or no forward has needed its wrapper yet.
 """
 
 from __future__ import annotations
@@ -18,33 +17,28 @@ from fastddp.errors import see
 from fastddp.in_place.hidden_wrapper import HiddenWrapper
 from fastddp.module.backward import is_inside_backward
 from fastddp.torch_compat.surface import wrappers
-from fastddp.window.step_check import has_closure
 
 waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 """The ``Replication`` of each module without a wrapper."""
 _orphans: list[list[weakref.ref[nn.Parameter]]] = []  # parameters of modules that are gone
-# By wrapper: how many windows there had been at the last step of each optimizer of the model.
-_windows: weakref.WeakKeyDictionary[HiddenWrapper, weakref.WeakKeyDictionary[Optimizer, int]]
-_windows = weakref.WeakKeyDictionary()
+_followed: weakref.WeakSet[HiddenWrapper] = weakref.WeakSet()
 
 
 def follow(module: nn.Module, wrapper: HiddenWrapper) -> None:
     """Look after a module that has its wrapper from now on, and after its parameters when it is gone."""
-    _windows[wrapper] = weakref.WeakKeyDictionary()
+    _followed.add(wrapper)
     parameters = [weakref.ref(parameter) for parameter in wrapper.engine.now.parameters.tensors]
     weakref.finalize(module, _orphans.append, parameters).atexit = False
 
 
 def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not (_windows or waiting or _orphans) or is_inside_backward():  # there one steps as gradients are averaged
+    if not (_followed or waiting or _orphans) or is_inside_backward():  # there one steps as gradients are averaged
         return
     if waiting or _orphans:
         _check_without_wrapper({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
-    for wrapper in tuple(_windows):
+    for wrapper in tuple(_followed):
         if wrapper.module is not None:
             wrapper.engine.parameter_watch.check()
-            if not has_closure(args, kwargs) and wrapper.engine.steps.trained_by(optimizer) is not None:
-                _check_window(wrapper, optimizer)
 
 
 def _check_without_wrapper(stepped: set[int]) -> None:
@@ -56,15 +50,6 @@ def _check_without_wrapper(stepped: set[int]) -> None:
     averaged = {id(parameter) for model in wrappers for parameter in model.engine.now.parameters.tensors}
     if any(id(one()) in stepped - averaged for each in _orphans for one in each):
         raise RuntimeError(_MODULE_IS_GONE + see("FD012"))
-
-
-def _check_window(wrapper: HiddenWrapper, optimizer: Optimizer) -> None:
-    windows = wrapper.reducer.windows()
-    local_steps = wrapper.engine.local_steps
-    if windows > 0 and _windows[wrapper].get(optimizer) == windows and not local_steps.are_on_purpose():
-        wrapper.reducer.note_idle_step()
-        local_steps.tell_of_no_window(optimizer, _REACHES_NONE)
-    _windows[wrapper][optimizer] = windows
 
 
 register_optimizer_step_pre_hook(_check)
@@ -80,10 +65,4 @@ _MODULE_IS_GONE = (
     "fastddp: an optimizer is about to step parameters of a replicated module that is gone, and nothing averages "
     "gradients of its submodules without it. Keep the module that was given to fastddp.replicate(), or replicate the "
     "submodule that trains on."
-)
-_REACHES_NONE = (
-    "no backward has reached a parameter of the model since its last step, so this rank has taken no part in an "
-    "exchange that the other ranks may wait in. They will raise in this rank's next backward. Likely cause: the loss "
-    "here does not depend on the model (an empty batch, a mask without elements, a detached output). Add 0 * "
-    "sum(p.sum() for p in model.parameters()) to the loss, or skip the backward on all ranks."
 )

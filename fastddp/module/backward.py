@@ -1,14 +1,21 @@
-"""Backwards: whether one runs, and calls at two moments of it: at the output of a forward, and at its end."""
+"""Backwards: whether one runs, which raise, and calls at two moments: at the output of a forward, and at the end."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 
+from fastddp import _C
 from fastddp.module.nested import tensors_in
+
+backwards_begun = 0
+"""How many backwards that accumulate gradients this process has begun, but for those inside of another one."""
 
 
 def is_inside_backward() -> bool:
@@ -50,3 +57,30 @@ class _CalledWhenDropped:
 
     def __del__(self) -> None:
         self()
+
+
+def _notice_errors() -> None:
+    """Let a backward that raises tell the models whose gradients it was to bring.
+
+    The engine tells nobody: one that raises before it reaches a model is seen by no hook of that model. So the function
+    by which torch calls the engine is wrapped, once.
+    """
+    run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    @functools.wraps(run)
+    def run_and_tell(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        global backwards_begun
+        if not kwargs.get("accumulate_grad") or is_inside_backward():
+            return run(roots, *args, **kwargs)
+        backwards_begun += 1
+        try:
+            return run(roots, *args, **kwargs)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the caller gets the error of its backward
+                _C.backward_raised([root for root in roots if isinstance(root, Tensor)])
+            raise
+
+    torch.autograd._engine_run_backward = run_and_tell  # type: ignore[assignment, attr-defined]
+
+
+_notice_errors()

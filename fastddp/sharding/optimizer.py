@@ -311,7 +311,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         saved = checkpoint.Saved(state_dict, self.param_groups, parts.parameters, any_shape=parts.whole)
         parts.parameters_ready()
         if (plan := saved.other_plan(parts.shards.plan, parts.shards.group.size())) is not None:
-            engine.use_plan(plan, engine.now.several_lanes)
+            engine.use_plan(plan, lanes_were_measured=False)
         saved.check_has(parts.shards)
         saved.install(self._held())
         for group, of_saved in zip(self.param_groups, saved.groups, strict=True):

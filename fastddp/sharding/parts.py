@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -132,22 +133,35 @@ class Parts:
         self.refuses = _LACKS_STATE if without_state else ""
         self._has_moved = True
 
-    def lay_out(self) -> _C.Sharding:
-        """Put parameters into flat memory for the buckets in force, with what was there, and say who has what."""
-        before, inner_before = self._shards, self.inner
-        has_moved, self._has_moved = self._has_moved, False
-        if before is not None and not has_moved:
-            before.begin_step()  # copies in fp32 follow what others have written
-        self._shards = shards = Shards(self.now, whole=self.whole, wire=self._wire, waits_in_step=self.waits_in_step)
-        self.inner = [self._inner_of(bucket) for bucket in shards.buckets]
+    @contextmanager
+    def laid_out(self, now: InForce) -> Iterator[list[_C.Shard]]:
+        """Put parameters into flat memory for the buckets of ``now``, with what was there.
+
+        Sets ``now.sharding``, and gives this rank's part of each bucket. If this context ends by an error, all is where
+        it was.
+        """
+        before, inner_before, has_moved = self._shards, self.inner, self._has_moved
+        tensors = self.parameters.tensors
+        memory = [(parameter.data, parameter.grad) for parameter in tensors]
+        try:
+            if before is not None and not has_moved:
+                before.begin_step()  # copies in fp32 follow what others have written
+            self._shards = shards = Shards(now, whole=self.whole, wire=self._wire, waits_in_step=self.waits_in_step)
+            self.inner = [self._inner_of(bucket) for bucket in shards.buckets]
+            if before is not None and has_moved:
+                shards.incomplete = before.incomplete
+            elif before is not None:
+                self._take_over(before, inner_before)
+            now.sharding = shards.sharding
+            yield shards.of_gradients()
+        except BaseException:
+            self._shards, self.inner = before, inner_before
+            for parameter, (data, gradient) in zip(tensors, memory, strict=True):
+                parameter.data, parameter.grad = data, gradient
+            raise
+        self._has_moved = False
         if before is not None:
             before.release()
-            if has_moved:
-                shards.incomplete = before.incomplete
-            else:
-                self._take_over(before, inner_before)
-        shards.install()
-        return shards.sharding
 
     @torch.no_grad()
     def _take_over(self, before: Shards, inner_before: list[Optimizer]) -> None:

@@ -122,12 +122,12 @@ class Shards:
             holder = nn.Parameter(view.detach())
             yield Span(index, begin, end, holder, place, without_memory(holder, holder.dtype), number)
 
-    def install(self) -> None:
-        """Let the reducer write gradients to the spans' holders, from the next window on."""
+    def of_gradients(self) -> list[_C.Shard]:
+        """By bucket: where the reducer writes gradients, to the spans' holders."""
         empty = torch.empty(0)
         holders = [[span.holder for span in bucket.spans] or [empty] for bucket in self.buckets]
         notices = [self.notices.get(index, empty) for index in range(len(self._parameters))]
-        self._reducer.become_sharded(self.sharding, holders, notices)
+        return self.sharding.shards(holders, notices)
 
     def spans(self) -> Iterator[Span]:
         """This rank's, of all buckets."""

@@ -63,17 +63,6 @@ class LocalSteps:
         )
         self._tell(message)
 
-    def are_on_purpose(self) -> bool:
-        """Whether the loop asks for local steps, or for gradients that are local."""
-        return self._contexts > 0 or bool(self._now.reducer.never_averaged())
-
-    def tell_of_no_window(self, optimizer: Optimizer, why: str) -> None:
-        """Warn, or raise RuntimeError, if ``optimizer`` is about to step though no gradient has come for it."""
-        if self._on is None:
-            return
-        rank = self._now.process_group.rank()
-        self._tell(f"fastddp: {type(optimizer).__name__} is about to step on rank {rank}, and {why}" + see("FD048"))
-
     def _tell(self, message: str) -> None:
         if self._on == "raise":
             raise RuntimeError(message)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fastddp.exchange.in_force import InForce
+from fastddp.module import backward
 from fastddp.module.main_gradients import check_optimizer
 from fastddp.watch.corruption import note_scaler
 from fastddp.window.local_steps import LocalSteps
@@ -41,6 +42,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         steps.begin(optimizer)
         if not has_closure(args, kwargs):
             steps.check_local(optimizer)
+            steps.look_for_missed(optimizer)
 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -102,6 +104,8 @@ class Steps:
         self._local_steps = weakref.ref(local_steps)
         self._check = weakref.WeakMethod(check)
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        # By optimizer, at its last step: how many windows the model, and backwards the process had had.
+        self._last: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self.taken = 0  # how many
 
     def begin(self, optimizer: Optimizer) -> None:
@@ -122,6 +126,25 @@ class Steps:
         if local_steps is not None and self.trained_by(optimizer) is not None:
             others = (steps._now() for steps in tuple(_ALL_STEPS) if steps is not self)
             local_steps.check(optimizer, (other for other in others if other is not None))
+
+    def look_for_missed(self, optimizer: Optimizer) -> None:
+        """Tell the reducer if backwards since the last step have brought nothing: other ranks may have had a window.
+
+        Its gradients tell that from a second step over one backward, and from gradients that stay on this rank.
+        """
+        now = self.trained_by(optimizer)
+        if now is None or backward.is_inside_backward():
+            return
+        windows, begun = now.reducer.windows(), backward.backwards_begun
+        last = self._last.get(optimizer)
+        self._last[optimizer] = windows, begun
+        if last is None or last[0] != windows or last[1] == begun:
+            return
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        gradients = (now.main_gradients.gradient_of(one) for one in now.parameters.tensors if id(one) in own)
+        # A notice of a sharded gradient cannot be asked for its numbers.
+        if not any(one is not None and (type(one) is not Tensor or bool(one.any())) for one in gradients):
+            now.reducer.note_missed_step()
 
     def end(self, optimizer: Optimizer) -> None:
         """After a step."""

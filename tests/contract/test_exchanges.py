@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,6 +26,7 @@ from exchanges import (
     scale,
     wave,
 )
+from failing_allocator import compile_allocator, until_memory_suffices
 from ranks import RankPool
 
 WINDOWS = 4
@@ -317,3 +320,72 @@ def test_two_models_in_one_loss_get_their_own_averages(pools: dict[str, RankPool
     for number in range(6):
         window = number // 2 + number % 2
         assert_averages([of_rank[number] for of_rank in of_ranks], means(exchange, window), exchange.rounding)
+
+
+# -------------------------------------------------------------------------------- changes for which memory is short
+
+
+@pytest.fixture(scope="session")
+def allocator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_allocator(tmp_path_factory.mktemp("allocator"))
+
+
+def registered_at_last(rank: int, exchange: Exchange, allocator: Path) -> list[list[Tensor | None]]:
+    """Averages before the exchange's hook is there, after each try to register it, and after the one that ends well."""
+    codec = CODECS[exchange.codec]
+    training = Training(rank, dataclasses.replace(exchange, codec="plain"))
+    averages = [training.step(0) for _ in range(2)]
+    training.state = codec.state()
+    until_memory_suffices(
+        allocator,
+        lambda: training.model.register_comm_hook(training.state, codec.hook),
+        lambda: averages.append(training.step(0)),
+    )
+    return [*averages, training.step(1)]
+
+
+def fails_alike(exchange: Exchange) -> bool:
+    """Whether no rank waits for another while memory is short: where ranks read each other's, they meet first."""
+    return exchange.device == "cpu" and exchange.transport == ("messages" if exchange.has_pairs else "gloo")
+
+
+def has_hook(exchange: Exchange) -> bool:
+    return fails_alike(exchange) and exchange.codec != "plain" and not exchange.has_nodes  # there ranks' runs differ
+
+
+@pytest.mark.parametrize("exchange", exchanges_and(fits=has_hook))
+def test_a_hook_for_which_memory_is_short_leaves_the_exchange_of_before(
+    pools: dict[str, RankPool], exchange: Exchange, allocator: Path
+) -> None:
+    of_ranks = exchange.run(pools, registered_at_last, allocator)
+    for number in range(len(of_ranks[0]) - 1):
+        assert_averages([found[number] for found in of_ranks], means(exchange, 0), 1e-6)
+    assert_averages([found[-1] for found in of_ranks], means(exchange, 1), exchange.rounding)
+
+
+def with_new_buckets(rank: int, exchange: Exchange, allocator: Path | None) -> tuple[int, list[list[Tensor | None]]]:
+    """How often memory was short when buckets were rebuilt, and the averages of each step."""
+    training = Training(rank, exchange)
+    averages, errors = [training.step(0)], 0
+    with mock.patch("fastddp.engine.agree_on_order", lambda order, *_: sorted(order)):
+        if allocator is not None:
+            errors = until_memory_suffices(allocator, training.model.engine.rebuild_buckets, lambda: None)
+        averages += [training.step(window) for window in range(1, WINDOWS)]
+    assert training.model.engine.now.plan[0] == [0]
+    return errors, averages
+
+
+def rebuilds_alone(exchange: Exchange) -> bool:
+    return fails_alike(exchange) and not exchange.is_sharded  # there parameters and state move by collectives
+
+
+@pytest.mark.parametrize("exchange", exchanges_and(fits=rebuilds_alone))
+def test_buckets_for_which_memory_is_short_are_taken_at_last(
+    pools: dict[str, RankPool], exchange: Exchange, allocator: Path
+) -> None:
+    for (_, undisturbed), (errors, averages) in zip(
+        exchange.run(pools, with_new_buckets, None), exchange.run(pools, with_new_buckets, allocator), strict=True
+    ):
+        assert errors > 0
+        for mine, other in zip(averages, undisturbed, strict=True):
+            assert all(map(torch.equal, mine, other))

@@ -533,9 +533,8 @@ def sharded(engine: _C.Reducer, of: Sequence[nn.Parameter], plan: list[list[int]
         ]
         for bucket in range(len(plan))
     ]
-    engine.become_sharded(sharding, holders, [torch.empty(0) for _ in of])
     way = _C.Way(_C.Codec.cast(wire), [group()])
-    way.sharding, way.keeps_runs = sharding, True
+    way.sharding, way.shards = sharding, sharding.shards(holders, [torch.empty(0) for _ in of])
     engine.set_way(way)
     return sharding, holders
 

@@ -115,34 +115,138 @@ def test_an_exception_reaches_its_caller_although_other_ranks_have_not_come(rank
     assert step(model, rank) == [1.5] * 3
 
 
-@pytest.mark.parametrize("what", ["raises before the model", "one forward more"])
+# ------------------------------------------------------------------------------------------------------ ranks in step
+
+WRAPPERS: dict[str, Any] = {"wrapper": fastddp.DistributedDataParallel, "in place": fastddp.replicate}
+
+
+def raises_before_the_model(model: Any, optimizer: Any, rank: int) -> None:
+    with pytest.raises(ArithmeticError):
+        RaisesInBackward.apply(model(local_input(rank))).backward()
+
+
+def has_no_graph(model: Any, optimizer: Any, rank: int) -> None:
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        model(local_input(rank)).detach().backward()
+
+
+def reaches_no_parameter(model: Any, optimizer: Any, rank: int) -> None:
+    (model(local_input(rank)).detach() * torch.ones(1, requires_grad=True)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("late", [raises_before_the_model, has_no_graph, reaches_no_parameter])
+@pytest.mark.parametrize("way", list(WRAPPERS))
 @on_ranks(2)
-def test_forwards_of_which_a_backward_is_lost_are_noticed_and_others_are_no_error(rank: int, what: str) -> None:
-    """In step 1 rank 0's loss raises in backward before that reaches the model; or it has a forward more in each."""
-    model = wrapped()
-    said: list[object] = []
-    for number in range(4):
-        model.zero_grad()
-        if what == "one forward more" and rank == 0:
-            model(local_input(rank))
-        loss = model(local_input(rank, number + 1.0))
+def test_a_rank_that_has_missed_a_step_is_named(rank: int, way: str, late: Any) -> None:
+    """In step 2 rank 0 takes no part. Its third step meets the second one of rank 1."""
+    model = WRAPPERS[way](Parts(), bucket_cap_mb=0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    said: list[Any] = []
+    for number in range(5):
+        optimizer.zero_grad()
+        if (rank, number) == (0, 1):
+            late(model, optimizer, rank)
+            continue
+        if (rank, number) == (1, 4):
+            break
         try:
-            (RaisesInBackward.apply(loss) if (what[0], number, rank) == ("r", 1, 0) else loss).backward()
-            said.append(gradients(model)[0])
-        except (ArithmeticError, RuntimeError) as error:
+            model(local_input(rank)).backward()
+            said.append(gradients(model))
+            optimizer.step()
+        except RuntimeError as error:
             said.append(str(error))
-    if what == "one forward more":
-        assert said == [1.5, 3.0, 4.5, 6.0]
-        return
-    if rank == 0:  # it has lost one
-        step(model, rank)
-    assert said[0] == 1.5
-    assert rank == 1 or said[1] == "in the middle of backward"
-    assert "of synchronised step 2 had not the same number of forwards on all ranks" in str(said[2 - rank])
-    assert "on rank 0 has raised before it reached the model" in str(said[2 - rank])
+    assert said[0] == said[2] == said[3] == [1.5] * 3
+    assert "synchronised step 2 met another step of other ranks: an earlier backward on rank 0 has raised" in said[1]
 
 
-# ---------
+def forward_more(model: Any, optimizer: Any, other: Any, rank: int) -> None:
+    if rank == 0:
+        model(local_input(rank))  # a sample for the log
+    other(torch.ones(2)).sum().backward()  # the critic
+
+
+def saliency(model: Any, optimizer: Any, other: Any, rank: int) -> None:
+    if rank == 0:
+        x = torch.ones(2, requires_grad=True)
+        torch.autograd.grad(other(x).sum(), x)
+        model(local_input(rank))
+
+
+def attack(model: Any, optimizer: Any, other: Any, rank: int) -> None:
+    for _ in range(1 + rank):
+        x = local_input(rank)
+        torch.autograd.grad(model(x).sum(), x)
+
+
+def raises_elsewhere(model: Any, optimizer: Any, other: Any, rank: int) -> None:
+    if rank == 0:
+        model(local_input(rank))
+        with pytest.raises(ArithmeticError):
+            RaisesInBackward.apply(other(torch.ones(2))).sum().backward()
+
+
+def steps_twice(model: Any, optimizer: Any, other: Any, rank: int) -> None:
+    other(torch.ones(2)).sum().backward()
+    optimizer.step()
+
+
+def steps_once_more(model: Any, optimizer: Any, other: Any, rank: int) -> None:
+    if rank == 0:
+        steps_twice(model, optimizer, other, rank)
+
+
+def steps_once_more_with_nothing(model: Any, optimizer: Any, other: Any, rank: int) -> None:
+    optimizer.zero_grad()
+    if rank == 0:
+        optimizer.step()
+
+
+def all_skip(model: Any, optimizer: Any, other: Any, rank: int) -> None:
+    optimizer.zero_grad()
+    model(local_input(rank))
+    optimizer.step()
+
+
+def trains_another(model: Any, optimizer: Any, other: Any, rank: int) -> None:
+    optimizer.zero_grad()
+    other(model(local_input(rank)).detach().expand(2)).sum().backward()
+    optimizer.step()
+
+
+INNOCENT = [forward_more, saliency, attack, raises_elsewhere, steps_twice, steps_once_more, all_skip, trains_another]
+INNOCENT += [steps_once_more_with_nothing]
+
+
+@pytest.mark.parametrize("what", INNOCENT)
+@pytest.mark.parametrize("way", list(WRAPPERS))
+@on_ranks(2)
+def test_ranks_that_are_in_step_are_told_nothing(rank: int, way: str, what: Any) -> None:
+    model, other = WRAPPERS[way](Parts(), bucket_cap_mb=0), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    warnings.simplefilter("error")
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(local_input(rank)).backward()
+        assert gradients(model) == [1.5] * 3
+        optimizer.step()
+        what(model, optimizer, other, rank)
+
+
+@on_ranks(2)
+def test_a_backward_under_no_sync_is_local_while_a_window_waits(rank: int) -> None:
+    """Rank 0's loss raises in forward, so its window waits on."""
+    model = wrapped()
+    for _ in range(2):
+        model.zero_grad()
+        if rank == 0:
+            model(local_input(rank))
+            with model.no_sync():
+                model(local_input(rank)).backward()
+            assert gradients(model) == [1.0] * 3
+        assert step(model, rank) == [1.5] * 3
+
+
 # ----------------------------------------------------------------------------------------- other threads, users' code
 
 
