@@ -30,7 +30,6 @@ from fastddp.module.buffers import BufferSync
 from fastddp.module.main_gradients import MainGradients
 from fastddp.module.meshes import LocalParts, group_of_mesh, keeps_refused_module
 from fastddp.module.mixed_precision import LowPrecision
-from fastddp.module.nested import tensors_in
 from fastddp.module.numbering import ModelNumber, next_number, number_of_a_copy, take_number
 from fastddp.module.parameters import collect_parameters, named_buffers, replicated_tensors
 from fastddp.module.replicas import PIECE_BYTES, broadcast_replicas, check_dense, verify_replicas
@@ -418,8 +417,6 @@ class DistributedDataParallel(Additions):
             self._graphs.look(output, self.reducer)
         elif torch.is_grad_enabled():
             self.engine.local_steps.note_forward_without_sync()
-            if self.reducer.state == "armed":
-                self.reducer.pass_by(tensors_in(output))
         # If this forward synchronises nothing, the next one does not synchronise buffers.
         self.require_forward_param_sync = synchronises
         return output

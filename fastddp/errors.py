@@ -70,8 +70,9 @@ FD009: A gradient is sparse where it was dense, or dense where it was sparse
 - Build the module with sparse=False. Or exclude its parameters with _set_params_and_buffers_to_ignore_for_model, if
   they are meant to stay on each rank.
 FD010: A backward failed, on this rank or on another one
-- One rank's backward raised or was not finished, or ranks ran backwards of different models. The gradients of that step
-  are void on all ranks, and every rank raises.
+- One rank's backward raised or was not finished, or ranks ran backwards of different models or of different steps: a
+  rank has caught the error of a backward that did not reach the model, or has stepped after one that reached no
+  parameter. The gradients of that step are void on all ranks, and every rank raises.
 - Read the first error: it is on the rank that the message names. Restart from a checkpoint. To go on instead, catch the
   error on all ranks, call zero_grad(), and continue with the next forward.
 FD011: A backward begins inside a reentrant checkpoint
@@ -241,8 +242,7 @@ FD047: A sharded optimizer is not alone, or lacks a method
   zero_grad, train, eval and the parameter groups.
 FD048: A step with gradients of one rank
 - An optimizer steps parameters whose gradients stayed on this rank: the loss did not go through the wrapper, or no
-  backward outside of no_sync() came before the step. Each rank steps with another gradient. Or no backward has reached
-  a replicated module on this rank, while other ranks may wait for it.
+  backward outside of no_sync() came before the step. Each rank steps with another gradient.
 - Run the forward and the backward of a step's last microbatch through the wrapper and outside of no_sync(), or
   replicate the module in place (fastddp.replicate). For local SGD, put no_sync() around the step as well.
   Watch(local_steps=...) says what happens.

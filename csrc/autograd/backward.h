@@ -71,16 +71,11 @@ class Backwards {
   void let_last_end(std::mutex& held) const;
   void forget() { last_ = {}; }
   const Backward& last() const { return last_; }
-  // The current backward has reached outputs of a forward whose gradients stay on this rank, or of one whose gradients do not.
-  void note_outputs(bool are_local) { (are_local ? local_ : synchronised_) = number(); }
-  // Whether the current backward has reached outputs of the first kind alone.
-  bool is_local() const { return is_inside_one() && local_ == number() && synchronised_ != number(); }
 
  private:
   Backward last_;
   int number_ = -1;                     // the engine's number of the last backward
   int choice_ = -1;                     // and of the last one that note_choice() noted
-  int local_ = -1, synchronised_ = -1;  // and of those that note_outputs() noted
   bool seen_early_ = false;
 };
 

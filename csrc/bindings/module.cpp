@@ -162,7 +162,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def("arm", &Reducer::arm, py::arg("outputs") = std::vector<at::Tensor>());
   def("opens_by", &Reducer::opens_by, py::arg("open"));
   def("set_local", &Reducer::set_local, py::arg("is_local"));
-  def("pass_by", &Reducer::pass_by, py::arg("outputs"));
   def("note_missed_step", &Reducer::note_missed_step);
   def("note_optimizer", &Reducer::note_optimizer, py::arg("begins"));
   def("note_loss_scale", &Reducer::note_loss_scale, py::arg("scale"));

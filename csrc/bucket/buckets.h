@@ -36,11 +36,10 @@ class Buckets {
   Others others(const Plan& plan, const std::function<bool(size_t)>& may_be_missing);
   // Replaces the buckets. Raises nothing.
   void become(Others others);
-  // The parameters of each.
-  Plan plan() const {
-    Plan plan;
-    for (const auto& bucket : buckets_) plan.push_back(bucket.layout.parameters());
-    return plan;
+  // Whether these are the buckets of that plan.
+  bool are(const Plan& plan) const {
+    const auto parameters = [](const Bucket& bucket) { return bucket.layout.parameters(); };
+    return !places_.empty() && std::ranges::equal(buckets_, plan, {}, parameters);
   }
   // Moves gradients into wires that are new: those that lived in wires that are gone, and main gradients (note [Main gradients],
   // gradient_memory.h). To be called when it is known what travels. Where it raises, the rest stays where it is, and travels from

@@ -35,8 +35,10 @@ void Reducer::lose() {
 void Reducer::backward_raised() {
   const std::lock_guard lock(mutex_);
   notice_failure();
-  const bool may_open = open_ && !is_local_ && !window_.has_begun();
-  if (window_.is(WindowState::armed) || (may_open && !window_.is(WindowState::failed))) ++missed_;
+  const bool is_armed = window_.is(WindowState::armed);
+  const bool may_open = open_ && !is_local_ && !window_.has_begun() && !window_.is(WindowState::failed);
+  if (is_armed || may_open) ++missed_;
+  if (is_armed) apply(WindowEvent::miss);
 }
 
 bool Reducer::leave(bool group_stays) {

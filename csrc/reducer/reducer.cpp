@@ -70,7 +70,7 @@ void Reducer::set_way(std::shared_ptr<Way> way, const std::optional<Plan>& plan)
                     "fastddp: a way belongs to one reducer, and this one has its reducer already. Make another one.");
   const auto is_never_used = [&](size_t parameter) { return window_.knows_first() && !window_.ever_used(parameter); };
   std::optional<Buckets::Others> others;
-  if (plan && *plan != buckets_.plan()) others = buckets_.others(*plan, is_never_used);
+  if (plan && !buckets_.are(*plan)) others = buckets_.others(*plan, is_never_used);
   auto next = driver_.prepare(way, others ? others->all : buckets_.all());
   check_between_windows(what);  // another thread may have begun one meanwhile
   if (others) steps_.look_for_skipped();
@@ -156,17 +156,6 @@ void Reducer::arm(const std::vector<at::Tensor>& outputs) {
   if (!backwards_.are_seen_early()) reduction_.layers().remember();
 }
 
-// Its backward may come first, and is not the one that the window waits for.
-void Reducer::pass_by(const std::vector<at::Tensor>& outputs) {
-  if (open_ || !window_.is(WindowState::armed)) return;
-  on_backward_through(outputs, [reducer = weak_from_this()] {
-    const auto alive = reducer.lock();
-    if (!alive) return;
-    const std::lock_guard lock(alive->mutex_);
-    alive->backwards_.note_outputs(/*are_local=*/true);
-  });
-}
-
 // --------------------------------------------------------------------------------------------- from a gradient to its bucket
 
 // A backward is best seen at the outputs of its forward. Its first gradient may come inside a reentrant checkpoint, which runs
@@ -176,7 +165,6 @@ void Reducer::on_backward_begin() {
   if (is_local_) return;
   // A backward for a choice may bring no gradient of ours. If it does, its first gradient begins the reduction.
   if (Backwards::is_for_a_choice()) return backwards_.note_choice();
-  backwards_.note_outputs(/*are_local=*/false);
   note_backward();
   // If every gradient has to come, a backward that brings no gradient of ours is not ours: it trains something upstream.
   if (window_.expects_all()) return;
@@ -238,7 +226,7 @@ void Reducer::open_without_forward() {
 
 void Reducer::begin_with_gradient() {
   const std::lock_guard lock(mutex_);
-  if (is_local_ || !window_.may_begin() || !Backwards::is_inside_one() || backwards_.is_local()) return;
+  if (is_local_ || !window_.may_begin() || !Backwards::is_inside_one()) return;
   // Another backward over the last forward begins at its outputs (on_backward_begin), if they are watched.
   const bool is_another = window_.is(WindowState::finished);
   const bool comes_by_outputs = !backwards_.are_seen_early() || backwards_.is_noted_choice();

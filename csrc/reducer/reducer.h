@@ -63,8 +63,6 @@ class Reducer : public Receiver, public std::enable_shared_from_this<Reducer> {
   // After a forward whose backward shall synchronise gradients. `outputs`: the forward's tensors, where that backward begins. A
   // backward that reaches none of them begins before its first gradient, which may be inside a reentrant checkpoint.
   void arm(const std::vector<at::Tensor>& outputs = {});
-  // After a forward whose backward shall not synchronise. An earlier forward may wait for another backward.
-  void pass_by(const std::vector<at::Tensor>& outputs);
 
   // Both for a module without a wrapper: note [Windows without a forward], reducer.cpp. `open` is called without the lock.
   void opens_by(std::function<void()> open) { open_ = std::move(open); }
@@ -72,7 +70,7 @@ class Reducer : public Receiver, public std::enable_shared_from_this<Reducer> {
   // This rank may be a step behind the others: its optimizer steps, and a backward since its last step has brought nothing. Ranks
   // compare how often that was (note [Status of a window], window/status.h).
   void note_missed_step() { ++missed_; }
-  // The same if a window waits for a backward that has raised before it reached the model.
+  // The same if a window waits for a backward that has raised before it reached the model. It waits no longer.
   void backward_raised() override;
 
   // A compiled backward has computed this parameter's gradient, and goes on: note [Handed over], grad_hooks.h.

@@ -9,7 +9,8 @@ namespace fastddp {
 namespace {
 
 constexpr std::array kStates{"idle", "accumulating", "armed", "reducing", "partial", "finished", "failed"};
-constexpr std::array kEvents{"forward", "arm", "local_gradient", "reduce", "lack", "finish", "fail", "repair", "stand_aside"};
+constexpr std::array kEvents{"forward", "arm",  "local_gradient", "reduce",      "lack",
+                             "finish",  "fail", "repair",         "stand_aside", "miss"};
 
 // The state that follows; none: the event cannot happen.
 std::optional<WindowState> after(WindowState state, WindowEvent event) {
@@ -18,14 +19,14 @@ std::optional<WindowState> after(WindowState state, WindowEvent event) {
   using Row = std::array<std::optional<WindowState>, kEvents.size()>;
   // clang-format off
   static constexpr std::array<Row, kStates.size()> next{{
-      // forward      arm       local_gradient reduce    lack     finish    fail    repair stand_aside
-      {{ idle,         armed,    accumulating,  none,     none,    none,     failed, none,  idle }},  // idle
-      {{ accumulating, armed,    accumulating,  none,     none,    none,     none,   none,  idle }},  // accumulating
-      {{ armed,        armed,    armed,         reducing, none,    none,     failed, none,  idle }},  // armed
-      {{ reducing,     reducing, reducing,      none,     partial, finished, failed, none,  none }},  // reducing
-      {{ none,         partial,  partial,       reducing, none,    none,     failed, none,  none }},  // partial
-      {{ idle,         finished, accumulating,  reducing, none,    none,     failed, none,  idle }},  // finished
-      {{ failed,       failed,   failed,        none,     none,    none,     none,   idle,  none }},  // failed
+      // forward      arm       local_gradient reduce    lack     finish    fail    repair stand_aside miss
+      {{ idle,         armed,    accumulating,  none,     none,    none,     failed, none,  idle, none }},  // idle
+      {{ accumulating, armed,    accumulating,  none,     none,    none,     none,   none,  idle, none }},  // accumulating
+      {{ armed,        armed,    armed,         reducing, none,    none,     failed, none,  idle, idle }},  // armed
+      {{ reducing,     reducing, reducing,      none,     partial, finished, failed, none,  none, none }},  // reducing
+      {{ none,         partial,  partial,       reducing, none,    none,     failed, none,  none, none }},  // partial
+      {{ idle,         finished, accumulating,  reducing, none,    none,     failed, none,  idle, none }},  // finished
+      {{ failed,       failed,   failed,        none,     none,    none,     none,   idle,  none, none }},  // failed
   }};
   // clang-format on
   return next[static_cast<size_t>(state)][static_cast<size_t>(event)];

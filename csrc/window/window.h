@@ -33,6 +33,7 @@ enum class WindowEvent {
   fail,            // backward raised, here or on another rank; whoever comes next notices it
   repair,          // this rank has done its part in the exchanges that its failed window had left
   stand_aside,     // others had a window in which this rank had nothing to add
+  miss,            // the backward that the forward asked for has raised before it reached the model
 };
 
 const char* to_string(WindowState state);

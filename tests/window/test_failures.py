@@ -234,16 +234,14 @@ def test_ranks_that_are_in_step_are_told_nothing(rank: int, way: str, what: Any)
 
 
 @on_ranks(2)
-def test_a_backward_under_no_sync_is_local_while_a_window_waits(rank: int) -> None:
-    """Rank 0's loss raises in forward, so its window waits on."""
+def test_no_later_backward_takes_the_place_of_one_that_has_raised(rank: int) -> None:
     model = wrapped()
     for _ in range(2):
         model.zero_grad()
-        if rank == 0:
-            model(local_input(rank))
-            with model.no_sync():
-                model(local_input(rank)).backward()
-            assert gradients(model) == [1.0] * 3
+        raises_before_the_model(model, None, rank)
+        with model.no_sync():
+            model(local_input(rank)).backward()
+        assert gradients(model) == [rank + 1.0] * 3
         assert step(model, rank) == [1.5] * 3
 
 
