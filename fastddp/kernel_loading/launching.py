@@ -8,6 +8,7 @@ raises a RuntimeError where fastddp does not know how this version of Triton lau
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -113,7 +114,9 @@ def _load_one(device: torch.device, kernel: CompiledKernel) -> None:
     try:
         binary = kernel.name, kernel.cubin, kernel.num_warps, kernel.shared_bytes
         form = kernel.parameters, kernel.scratch_parameters, kernel.tile
-        trust = _C.Trust.proven if proof is not None and proof.exists() else _C.Trust.untried
+        # Path.is_file() raises where somebody else's folder is closed.
+        has_passed = proof is not None and os.path.isfile(proof)  # noqa: PTH113
+        trust = _C.Trust.proven if has_passed else _C.Trust.untried
         _C.load_kernel(device, *binary, *form, place, trust)
     except torch.AcceleratorError:  # of something that ran before: the device loads nothing any more
         raise

@@ -99,8 +99,8 @@ def prove(kernels: Sequence[CompiledKernel], trial: Trial, device: torch.device)
         _C.prove_kernel(device, kernel.name)
         file = proof_of(kernel, device)
         if file is not None and _C.trust_in_kernel(device, kernel.name) == _C.Trust.proven:
-            with contextlib.suppress(OSError):
-                file.write_text(f"{kernel.name}, {place_of(device)}\n")
+            with contextlib.suppress(OSError), file.open("x") as made:  # what is there is not opened: it may be a pipe
+                made.write(f"{kernel.name}, {place_of(device)}\n")
 
 
 def _warn_of_no_trial(names: str, device: torch.device, why: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,6 +160,13 @@ def test_what_has_passed_is_remembered_and_not_tried_again(fresh_rank: RankPool,
     # Another device of the kind is to this one what another job is: it loads the kernel anew.
     ((waited, tried, launched, said),) = fresh_rank.run(packs, 1, f"{tmp_path}/", f"{DEVICE}:1")
     assert (waited, tried, launched, said) == (False, False, ["fastddp_pack_fp32_to_bf16"], [])
+
+
+@pytest.mark.tier("slow")
+def test_a_pipe_is_no_proof_and_is_not_waited_for(fresh_rank: RankPool, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fastddp_pack_fp32_to_bf16")
+    ((_, tried, launched, said),) = fresh_rank.run(packs, 1, f"{tmp_path}/", f"{DEVICE}:0")
+    assert (tried, launched, said) == (True, ["fastddp_pack_fp32_to_bf16"], [])
 
 
 def test_what_is_wrong_is_never_used(fresh_rank: RankPool, tmp_path: Path) -> None:

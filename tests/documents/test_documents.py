@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from fastddp.documents.formats import DocumentFormat
 from fastddp.documents.typed_json import DEEPEST, Unexpected, parsed, restored
 from fastddp.planning.bucket_plan import BucketPlan
 from fastddp.tools.trace.as_json import read_json
+from file_kinds import FILE_KINDS
 
 FORMATS: dict[str, Callable[[Path], Any]] = {
     "fastddp bucket plan": BucketPlan.load,
@@ -99,6 +101,21 @@ def test_values_of_other_types_are_refused_with_their_place(value: object, compl
     with pytest.raises(Unexpected, match=f"^{complaint}"):
         restored(value, Thing, "it")
     assert repr(restored(ONE | {"time": 3}, Thing, "it").time) == "3.0"  # a whole number may stand for one
+
+
+# Whatever a user names; a pipe is read as long as somebody writes to it.
+@pytest.mark.parametrize("kind", [kind for kind in FILE_KINDS if kind not in ("closed", "somebody else's")])
+def test_a_file_of_any_other_kind_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    FILE_KINDS[kind](tmp_path / "note")
+    with pytest.raises((ValueError, OSError), match="note"):
+        SMALL.load(tmp_path / "note")
+
+
+def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    SMALL.save(tmp_path / "note", {"a": 1})
+    with subprocess.Popen(["sh", "-c", f"sleep 0.1; cat {tmp_path}/note"], stdout=-1) as process:
+        assert process.stdout is not None
+        assert SMALL.load(f"/dev/fd/{process.stdout.fileno()}")["a"] == 1
 
 
 def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from fastddp.kernels.compiling_once import alone_on_this_node
 
+from file_kinds import FILE_KINDS
+
 RANKS = 3
 
 COMPILES = """
@@ -69,6 +71,18 @@ def test_who_has_waited_long_enough_compiles_too_and_the_lock_of_a_rank_that_die
     begin = time.monotonic()
     with alone_on_this_node(tmp_path, "a kernel", patience=600):
         assert time.monotonic() - begin < 300  # not by patience's end
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_a_file_of_any_kind_in_place_of_a_lock_keeps_nobody_from_compiling(kind: str, tmp_path: Path) -> None:
+    with alone_on_this_node(tmp_path, "a kernel"):
+        pass
+    (lock,) = (tmp_path / "fastddp-locks").iterdir()
+    lock.unlink()
+    FILE_KINDS[kind](lock)
+    with alone_on_this_node(tmp_path, "a kernel"):
+        compiled = True
+    assert compiled
 
 
 @pytest.mark.parametrize("has_locks", [True, False])

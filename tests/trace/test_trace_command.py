@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,8 @@ def test_files_go_where_output_says_into_folders_that_are_made(
             "other.json is there, and no report of this command: it would be lost.",
         ),
         (["old.json"], "old.json holds a report of version 0"),
+        (["pipe.json"], "pipe.json is a pipe or a device"),
+        (["missing.json", "--output", "pipe"], "pipe.json cannot be written: no file."),
         ([], "Missing argument 'PATH...'"),
     ],
 )
@@ -114,6 +117,7 @@ def test_bad_input_is_an_error_that_names_it(
     Path("old.json").write_text('{"format": "fastddp trace", "version": 0}')
     Path("empty").mkdir()
     Path("page.html").mkdir()
+    os.mkfifo("pipe.json")
     before = sorted(tmp_path.rglob("*"))
     output = run(*arguments, code=2)
     assert message in output

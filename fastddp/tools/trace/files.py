@@ -29,6 +29,8 @@ def find_inputs(paths: Sequence[Path]) -> list[Run | Path]:
     for path in paths:
         if not path.exists():
             raise TraceError(f"{path} does not exist.")
+        if not (path.is_file() or path.is_dir()):
+            raise TraceError(f"{path} is a pipe or a device, which can be read once only. Give a file or a folder.")
     names = _names_of_folders([path for path in paths if path.is_dir()])
     loose = [path for path in paths if not path.is_dir() and not holds_reports(path)]
     found: list[Run | Path] = []
