@@ -268,7 +268,7 @@ class Engine:
             0 if self.planner is None else self.planner.left,
             self.sampling,
         )
-        models.discard(now)
+        models.pop(now, None)
         self._end_of_model()
         self._left = carried, self.reducer.lost
         return self._left

@@ -16,12 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fastddp.errors import see
 from fastddp.in_place.hidden_wrapper import HiddenWrapper
 from fastddp.module.backward import is_inside_backward
+from fastddp.ranks.living import Living
 from fastddp.torch_compat.surface import wrappers
 
-waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+waiting: Living[Any, None] = Living()
 """The ``Replication`` of each module without a wrapper."""
 _orphans: list[list[weakref.ref[nn.Parameter]]] = []  # parameters of modules that are gone
-_followed: weakref.WeakSet[HiddenWrapper] = weakref.WeakSet()
+_followed: Living[HiddenWrapper, None] = Living()
 
 
 def follow(module: nn.Module, wrapper: HiddenWrapper) -> None:
@@ -36,17 +37,18 @@ def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return
     if waiting or _orphans:
         _check_without_wrapper({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
-    for wrapper in tuple(_followed):
+    for wrapper in _followed:
         if wrapper.module is not None:
             wrapper.engine.parameter_watch.check()
 
 
 def _check_without_wrapper(stepped: set[int]) -> None:
-    for replication in tuple(waiting):
+    for replication in waiting:
         own = [parameter for parameter in replication.parameters() if id(parameter) in stepped]
         if any(one.grad is not None and one.grad.any() for one in own):  # zeros are made to load an optimizer's state
             raise RuntimeError(_HAS_NO_WRAPPER + see("FD012"))
-    _orphans[:] = [alive for each in _orphans if (alive := [one for one in each if one() is not None])]
+    for gone in [each for each in list(_orphans) if all(one() is None for one in each)]:
+        _orphans.remove(gone)
     averaged = {id(parameter) for model in wrappers for parameter in model.engine.now.parameters.tensors}
     if any(id(one()) in stepped - averaged for each in _orphans for one in each):
         raise RuntimeError(_MODULE_IS_GONE + see("FD012"))

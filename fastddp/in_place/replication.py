@@ -53,7 +53,7 @@ class Replication:
         leave_alone(_FirstCall.__call__, where_inlined=False)
         self._module = weakref.ref(module)
         if self.wrapper is None:
-            local_training.waiting.add(self)
+            local_training.waiting[self] = None
             first = _FirstCall(self)
             for part in module.modules():
                 if part is not module:
@@ -61,7 +61,7 @@ class Replication:
 
     def detach(self) -> None:
         """Belong to none."""
-        local_training.waiting.discard(self)
+        local_training.waiting.pop(self, None)
         for part in self._module().modules() if self.wrapper is None else ():
             hooks = part._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if isinstance(hook, _FirstCall) or hook is _nothing]:

@@ -13,6 +13,8 @@ from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
+from fastddp.ranks.living import Living
+
 Value = TypeVar("Value")
 Default = TypeVar("Default")
 
@@ -35,7 +37,7 @@ class OfGroups(Generic[Value]):
     """A value for each group, in its present generation. Groups are not kept alive."""
 
     def __init__(self) -> None:
-        self._values: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, Value]] = weakref.WeakKeyDictionary()
+        self._values: Living[dist.ProcessGroup, tuple[int, Value]] = Living()
 
     def get(self, group: dist.ProcessGroup, default: Default) -> Value | Default:
         """The group's value; ``default``: it has none."""
@@ -47,7 +49,7 @@ class OfGroups(Generic[Value]):
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Those that have a value, the first one first."""
-        return [group for group, (generation, _) in self._values.items() if generation == generation_of(group)]
+        return [group for group in self._values if self._values[group][0] == generation_of(group)]
 
 
 def this_process() -> int:

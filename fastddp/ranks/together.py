@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fastddp._C import Interruption, Reducer, bury, wait_outside
 from fastddp.errors import see
+from fastddp.ranks.living import Living
 
-models: weakref.WeakSet[Any] = weakref.WeakSet()
+models: Living[Any, None] = Living()
 """What is in force in each model that is watched."""
 unexplained: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """Groups of which a manager knows who has ended: nobody takes the time to look."""
@@ -93,8 +94,7 @@ class Waits:
     _WAIT = ("tick", "finish", "closing", "gather", "agree")  # what a rank does while it waits for others
 
     def __init__(self) -> None:
-        self._interruption = Interruption([])
-        self._seconds: Callable[[], float] = lambda: 0.0
+        self._now: tuple[Interruption, Callable[[], float]] = Interruption([]), lambda: 0.0  # which belong together
 
     def are_of(self, reducer: Reducer) -> None:
         """From now on the model waits in steps."""
@@ -104,14 +104,14 @@ class Waits:
             now = progress.read()
             return now.seconds if now.doing in self._WAIT else 0.0
 
-        self._interruption, self._seconds = reducer.interruption, seconds
+        self._now = reducer.interruption, seconds
 
     @contextmanager
     def meeting(self, group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
         """In here ranks of ``group`` meet: nothing of their models' groups before ends their waits."""
         begin = time.monotonic()
-        self._interruption = meeting = Interruption([] if device.type == "cpu" else [group])
-        self._seconds = lambda: time.monotonic() - begin
+        meeting = Interruption([] if device.type == "cpu" else [group])
+        self._now = meeting, lambda: time.monotonic() - begin
         _of_thread.meeting = meeting
         try:
             yield
@@ -124,10 +124,10 @@ class Waits:
 
     def look(self) -> tuple[float, Callable[[str], None]]:
         """For how many seconds the model waits now; and what ends that, and later waits in this group, saying why."""
-        interruption = self._interruption
+        interruption, seconds = self._now
 
         def end(why: str) -> None:
             interruption.interrupt(why)
             interruption.abort_groups()
 
-        return self._seconds(), end
+        return seconds(), end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,13 +20,14 @@ from fastddp.errors import see
 from fastddp.module.buffers import buffer_hook
 from fastddp.module.numbering import ModelNumber
 from fastddp.module.parameters import replicated_tensors
+from fastddp.ranks.living import Living
 from fastddp.ranks.together import Waits
 from fastddp.torch_compat.logging_data import Logger, LoggingData, logging_data
 from fastddp.torch_compat.reducer import Reducer
 from fastddp.torch_compat.refusals import refuse_torchs_helpers
 from fastddp.window import joining
 
-wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+wrappers: Living[Any, None] = Living()
 """All of fastddp's in this process."""
 
 
@@ -188,7 +188,7 @@ class TorchSurface(TorchDDP):
                     f"Parameter {name} is in a module that is replicated in place and in another model, so it would be "
                     "averaged twice. Replicate or wrap the model around both." + see("FD013")
                 )
-        wrappers.add(self)
+        wrappers[self] = None
 
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Iterable[Tensor] | None = None, **kwargs: Any

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fastddp._C import StallWatch, remove_own_pages
 from fastddp.exchange.in_force import InForce
+from fastddp.ranks.living import Living
 from fastddp.ranks.together import explanations, models
 from fastddp.watch import roll
 from fastddp.watch.error_file import leave_reports
@@ -30,7 +31,7 @@ from fastddp.watch.options import Watch
 from fastddp.watch.python_calls import libraries, lines_of_main_thread
 from fastddp.watch.stall_report import OnStall, StallReport
 
-_watches: weakref.WeakKeyDictionary[StallWatch, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_watches: Living[StallWatch, weakref.ref[dist.ProcessGroup]] = Living()
 
 
 def stall_key(now: InForce) -> str:
@@ -52,7 +53,7 @@ def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
     first = store.compare_set(f"{key}/job", "", f"{socket.gethostname()} {os.getpid()} {time.time_ns()}")
     job = int.from_bytes(hashlib.blake2b(first, digest_size=8).digest(), "big")
     now.reducer.progress.belongs_to(job, sys.argv[0] if sys.argv else "", now.number.generation)
-    models.add(now)
+    models[now] = None
     _end_with_a_child()
     if options.stall is None:
         return None
@@ -79,8 +80,8 @@ def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
 
 def _who_has_ended(group: dist.ProcessGroup) -> str:
     """What watches know, of the models of this group first; only the first of them looks for a while."""
-    watches = sorted(_watches.items(), key=lambda of: of[1]() is not group)
-    said = (watch.who_has_ended(looks=1 if later else 20) for later, (watch, _) in enumerate(watches))
+    watches = sorted(_watches, key=lambda watch: _watches[watch]() is not group)
+    said = (watch.who_has_ended(looks=1 if later else 20) for later, watch in enumerate(watches))
     return next(filter(None, said), "")
 
 
@@ -109,14 +110,14 @@ class _Duties:
 def _end() -> None:
     """Runs when this process ends, after the error that ended it: garbage collection may still take seconds."""
     error = _error_that_ends_the_process()
-    stays = bool(error) or any(watch.leaves_others() for watch in list(_watches))
-    for now in list(models):
+    stays = bool(error) or any(watch.leaves_others() for watch in _watches)
+    for now in models:
         now.reducer.progress.process_ends(error, stays)
     if error:
         roll.leave(error)
-    for watch in list(_watches):
+    for watch in _watches:
         watch.name_who_has_ended()
-    leave_reports(watch.report_of_open_step() for watch in list(_watches))
+    leave_reports(watch.report_of_open_step() for watch in _watches)
 
 
 atexit.register(_end)

@@ -34,11 +34,11 @@ def check_before_each_step(now: InForce, local_steps: LocalSteps, check: Callabl
     return steps
 
 
-_ALL_STEPS: set[Steps] = set()  # of all models
+_ALL_STEPS: set[Steps] = set()  # of all models; walked as a list: what makes a tuple may collect some in between
 
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for steps in tuple(_ALL_STEPS):
+    for steps in list(_ALL_STEPS):
         steps.begin(optimizer)
         if not has_closure(args, kwargs):
             steps.check_local(optimizer)
@@ -46,7 +46,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for steps in tuple(_ALL_STEPS):
+    for steps in list(_ALL_STEPS):
         if has_closure(args, kwargs):
             steps.check_local(optimizer)
         steps.end(optimizer)
@@ -74,7 +74,7 @@ def _notice_skipped_steps() -> None:
     def step_and_tell(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if scaler.is_enabled():
             note_scaler()
-        before = {steps: steps.taken for steps in tuple(_ALL_STEPS)}
+        before = {steps: steps.taken for steps in list(_ALL_STEPS)}
         result = step(scaler, optimizer, *args, **kwargs)
         for steps, taken in before.items():
             if steps.taken == taken:
@@ -87,7 +87,7 @@ def _notice_skipped_steps() -> None:
     def scale_and_tell(scaler: GradScaler, outputs: Any) -> Any:
         is_first = getattr(scaler, "_scale", None) is None
         scaled = scale(scaler, outputs)
-        for steps in tuple(_ALL_STEPS):
+        for steps in list(_ALL_STEPS):
             steps.loss_is_scaled(scaler, is_first)
         return scaled
 
@@ -124,7 +124,7 @@ class Steps:
         """Look for gradients that no backward has averaged."""
         local_steps = self._local_steps()
         if local_steps is not None and self.trained_by(optimizer) is not None:
-            others = (steps._now() for steps in tuple(_ALL_STEPS) if steps is not self)
+            others = (steps._now() for steps in list(_ALL_STEPS) if steps is not self)
             local_steps.check(optimizer, (other for other in others if other is not None))
 
     def look_for_missed(self, optimizer: Optimizer) -> None:

@@ -21,6 +21,7 @@ import fake_cuda
 import fastddp
 from fastddp.ranks import groups, hierarchy, lanes, wire_memory
 from fastddp.ranks.agreement import divides_first
+from fastddp.ranks.living import Living
 from fastddp.window.step_check import _ALL_STEPS
 from on_ranks import on_ranks
 from ranks import RankPool
@@ -276,3 +277,18 @@ def test_groups_that_were_made_of_one_that_is_gone_are_destroyed_in_another_thre
         del parent
         gc.collect()
     bury.assert_called_once_with([part])
+
+
+def test_what_lives_can_be_walked_while_others_are_added() -> None:
+    """As one thread does while another makes a model."""
+    living: Living[nn.Module, int] = Living()
+    kept = [nn.Identity() for _ in range(3)]
+    for number, one in enumerate(kept):
+        living[one] = number
+    for number, _one in enumerate(living):
+        assert number < 3
+        kept.append(nn.Identity())
+        living[kept[-1]] = 0
+    assert len(living) == 6
+    del kept[:3], one, _one
+    assert len(list(living)) == 3
