@@ -78,7 +78,7 @@ int pid_in(const std::string& path) {
 std::byte* map_shared(const std::string& path, size_t bytes) {
   const File file(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR);
   if (!file) return nullptr;
-  auto error = posix_fallocate(file.descriptor(), 0, static_cast<off_t>(bytes));
+  auto error = bytes > kMostBytes ? EFBIG : posix_fallocate(file.descriptor(), 0, static_cast<off_t>(bytes));
   if (error == 0) {
     auto* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.descriptor(), 0);
     if (data != MAP_FAILED) return static_cast<std::byte*>(data);
@@ -175,15 +175,19 @@ void SharedPage::stay() {
   forget(path_);
 }
 
-std::vector<std::byte> copy_of_page(const std::string& path) {
-  const File file(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+std::vector<std::byte> copy_of_page(const std::string& path, size_t most) {
+  const File file(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   struct stat of{};
   const bool is_there = file && fstat(file.descriptor(), &of) == 0;
   if (!is_there) throw std::runtime_error("fastddp: cannot read " + path + ": " + std::strerror(errno));
   if (of.st_uid != geteuid()) {
     throw std::runtime_error("fastddp: " + path + " is another user's, and nobody knows what is in it");
   }
-  std::vector<std::byte> bytes(static_cast<size_t>(of.st_size));
+  if (!S_ISREG(of.st_mode) || of.st_size > static_cast<off_t>(kMostBytes)) {
+    throw std::runtime_error("fastddp: " + path +
+                             " is no page of a rank: it is not a regular file, or larger than any page. Remove it");
+  }
+  std::vector<std::byte> bytes(std::min(most, static_cast<size_t>(of.st_size)));
   size_t done = 0;
   while (done < bytes.size()) {
     const auto count = pread(file.descriptor(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(done));
@@ -199,7 +203,9 @@ std::vector<std::string> shared_pages(int32_t pid) {
   std::vector<std::string> found;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(kFolder, error)) {
-    if (entry.path().filename().string().starts_with(begins)) found.push_back(entry.path().string());
+    const auto name = entry.path().filename().string();
+    const bool is_a_page = name.starts_with(begins) && name.find_first_not_of("0123456789-", begins.size()) == name.npos;
+    if (is_a_page) found.push_back(entry.path().string());
   }
   std::ranges::sort(found);
   return found;

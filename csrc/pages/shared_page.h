@@ -26,6 +26,9 @@ Life life_of(const Process& process);
 // the owner is killed, or ends while others of its job go on: then it tells what the owner did last. The next owner removes it
 // an hour after somebody has found it there. If there is no shared memory, or no room in it, a page is the owner's own memory.
 // Everything works then except the look from outside.
+//
+// Anybody can make a file of that name, of any kind, and of any size. So copy_of_page() alone opens pages: it waits for nobody,
+// and reads nothing before it knows kind, owner and size.
 class SharedPage {
  public:
   // Raises std::runtime_error if there is no memory at all.
@@ -48,8 +51,11 @@ class SharedPage {
   std::byte* data_ = nullptr;
 };
 
-// A copy of another process's page, as it is now. Raises std::runtime_error if there is no page, or if it is another user's.
-std::vector<std::byte> copy_of_page(const std::string& path);
+inline constexpr size_t kMostBytes = size_t{1} << 28;  // of a page: that of a million parameters is smaller
+
+// A copy of another process's page, as it is now, or of its first bytes. Raises std::runtime_error if there is no page, or if it
+// is another user's, no file, or larger than any page.
+std::vector<std::byte> copy_of_page(const std::string& path, size_t most = kMostBytes);
 
 // Paths of this user's pages: of one process or, with 0, of all, including those that were killed.
 std::vector<std::string> shared_pages(int32_t pid = 0);

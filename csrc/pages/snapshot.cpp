@@ -142,10 +142,18 @@ Snapshot read_page(const std::string& path) {
   return read_page(copy.data(), copy.size(), path);
 }
 
+std::optional<Snapshot> try_to_read_page(const std::string& path) {
+  try {
+    return read_page(path);
+  } catch (const std::runtime_error&) {
+    return std::nullopt;
+  }
+}
+
 Life life_of_owner(const std::string& path) {
   try {
-    const auto copy = copy_of_page(path);
     Header header;
+    const auto copy = copy_of_page(path, sizeof(header));
     if (copy.size() < sizeof(header)) return Life::unknown;
     std::memcpy(&header, copy.data(), sizeof(header));
     return header.magic == kMagic ? life_of(header.process) : Life::unknown;
@@ -158,11 +166,8 @@ namespace {
 
 // 0: it has not said, or nobody knows.
 uint64_t job_of(const std::string& path) {
-  try {
-    return read_page(path).job;
-  } catch (const std::runtime_error&) {
-    return 0;
-  }
+  const auto found = try_to_read_page(path);
+  return found ? found->job : 0;
 }
 
 }  // namespace

@@ -138,6 +138,8 @@ struct Snapshot : OfProcess, Position {
 // page, or one of another version.
 Snapshot read_page(const std::string& path);
 Snapshot read_page(const std::byte* data, size_t bytes, const std::string& path);
+// None: it has gone, is half written, of another version, or no page.
+std::optional<Snapshot> try_to_read_page(const std::string& path);
 
 // Of the process that has written a page of any version; unknown, if it is no page. The beginning of a page never changes.
 Life life_of_owner(const std::string& path);

@@ -1,25 +1,11 @@
 #include "watch/node.h"
 
-#include <optional>
-#include <stdexcept>
-
 namespace fastddp {
-namespace {
-
-std::optional<Snapshot> try_to_read(const std::string& path) {
-  try {
-    return read_page(path);
-  } catch (const std::runtime_error&) {
-    return std::nullopt;  // gone, half written, or of another version
-  }
-}
-
-}  // namespace
 
 void Node::look() {
   const std::lock_guard lock(mutex_);
   for (const auto& path : shared_pages()) {
-    const auto found = try_to_read(path);
+    const auto found = try_to_read_page(path);
     if (!found || found->job != job_ || found->rank == rank_) continue;
     if (life_of(found->process) == Life::gone && mates_.contains(found->rank)) continue;
     mates_[found->rank] = {path, *found, std::nullopt};
@@ -30,7 +16,7 @@ std::vector<Record> Node::records() {
   const std::lock_guard lock(mutex_);
   std::vector<Record> records;
   for (auto& [rank, mate] : mates_) {
-    const auto now = try_to_read(mate.path);
+    const auto now = try_to_read_page(mate.path);
     const bool is_the_same = now && now->job == job_ && now->rank == rank;
     if (is_the_same) mate.last = *now;
     const bool goes_on = is_the_same && mate.told && mate.last != *mate.told;
@@ -48,7 +34,7 @@ std::string Node::awaited_elsewhere(const Record& of) const {
   if (of.waits()) return "";
   // Only this process's pages: a machine on which many jobs were killed has thousands of pages, and this is asked often.
   for (const auto& path : shared_pages(of.process.pid)) {
-    const auto found = try_to_read(path);
+    const auto found = try_to_read_page(path);
     if (!found || found->process.pid != of.process.pid || found->job == job_) continue;
     const auto other = record_of(*found, of.life, found->seconds);
     if (!other.waits()) continue;

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import fastddp
 from fastddp import _C, _pages
 from fastddp.ranks import lanes
+from file_kinds import FILE_KINDS
 from hooks_by_name import register
 from on_ranks import on_ranks
 
@@ -77,6 +79,56 @@ def test_what_is_no_page_is_refused(change: Callable[[bytes], bytes] | None, mes
         file.write_bytes(change(Path(page.path).read_bytes()))
     with pytest.raises(RuntimeError, match=message):
         _pages.read_page(str(file))
+
+
+# What opens a page from /dev/shm opens it so; there a pipe would stop whoever does not know.
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_a_file_of_any_kind_in_place_of_a_page_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "fastddp-0-1-0"
+    FILE_KINDS[kind](path)
+    with pytest.raises(RuntimeError, match=f"^fastddp: (cannot read )?{path}"):
+        _pages.read_page(str(path))
+    assert _pages.life_of_owner(str(path)) == "unknown"
+
+
+@needs_shared_memory
+def test_a_page_that_is_cut_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    page = _C.Progress([f"a parameter with a long name, number {i}" for i in range(1000)], 0, 1)
+    content, file = Path(page.path).read_bytes(), tmp_path / "page"
+    file.write_bytes(content)
+    found = set()
+    ended = threading.Event()
+
+    def cut() -> None:
+        while not ended.is_set():
+            for size in (0, 40, len(content) // 2):
+                os.truncate(file, size)
+                with file.open("r+b") as whole:
+                    whole.write(content)
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    try:
+        while not {"read", "cut"} <= found:
+            try:
+                found.add("read" if len(_pages.read_page(str(file)).names) == 1000 else "spoilt")
+            except RuntimeError:
+                found.add("cut")
+    finally:
+        ended.set()
+        thread.join()
+    assert found == {"read", "cut"}
+
+
+@needs_shared_memory
+def test_a_name_that_no_page_has_is_passed_over() -> None:
+    page = _C.Progress(["a"], 0, 1).path
+    odd = Path(page.rpartition("-")[0] + os.fsdecode(b"-\xff\x1b[31m"))  # no text, and what colours a terminal
+    odd.touch()
+    try:
+        assert {path for path in _pages.shared_pages() if path.startswith(page[:-1])} <= {page}
+    finally:
+        odd.unlink()
 
 
 @on_ranks(2)

@@ -255,6 +255,17 @@ def test_a_page_that_cannot_be_read_is_a_line(page: _C.Progress) -> None:
 
 
 @needs_shared_memory
+def test_a_link_in_place_of_a_page_is_a_line_and_is_not_followed(page: _C.Progress) -> None:
+    """Whoever made it may have no right to go where it leads, or lead where this user has none."""
+    link = Path(f"{page.path}9999")
+    link.symlink_to("nothing")
+    try:
+        assert [of.path for of in live.look([os.getpid()]).unreadable] == [str(link)]
+    finally:
+        link.unlink()
+
+
+@needs_shared_memory
 def test_a_page_is_removed_only_if_its_owner_is_still_gone(page: _C.Progress) -> None:
     """The number of a process may have been given to a new one since it was shown."""
     status, out, errors = invoke("--json", "--remove-gone", os.getpid())

@@ -172,7 +172,7 @@ def look(pids: Collection[int] = ()) -> Node:
             problem = str(error).removeprefix("fastddp: ") if says else f"{path} cannot be read: its names are no text"
             unreadable.append(Unreadable(pid, _pages.life_of_owner(path), problem, path))
     # Leave out a page that vanished meanwhile: its owner has ended.
-    unreadable = [of for of in unreadable if Path(of.path).exists()]
+    unreadable = [of for of in unreadable if os.path.lexists(of.path)]
     return Node(tuple(rank for job in in_jobs(ranks) for rank in job), tuple(unreadable))
 
 
