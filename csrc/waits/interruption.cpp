@@ -1,7 +1,8 @@
 #include "waits/interruption.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <future>
-#include <set>
 #include <thread>
 #include <utility>
 
@@ -46,7 +47,7 @@ void Interruption::interrupt(const std::string& why) {
   if (is_interrupted_) return;
   why_ = why;
   is_interrupted_ = true;
-  if (of_pair_ != nullptr) of_pair_->abort();
+  for (auto* const work : of_pairs_) work->abort();
 }
 
 // An abort may wait for other ranks' aborts, so this runs all of them at once.
@@ -129,19 +130,20 @@ void Interruption::wait(c10d::Work& work) {
 }
 
 void Interruption::wait_for_pair(c10d::Work& work) {
-  const auto abort_on_interrupt = [&](c10d::Work* of_pair) {
+  const auto enter = [&] {
     const std::lock_guard lock(mutex_);
-    of_pair_ = is_interrupted_ ? nullptr : of_pair;
+    return of_pairs_.insert(&work);
   };
-  abort_on_interrupt(&work);
+  const auto leave = c10::make_scope_exit([this, place = enter()] {
+    const std::lock_guard lock(mutex_);
+    of_pairs_.erase(place);
+  });
   check();
   try {
     work.wait();
   } catch (const std::exception&) {
-    abort_on_interrupt(nullptr);
     if (!is_interrupted_) rethrow_explained();
   }
-  abort_on_interrupt(nullptr);
   check();
 }
 
@@ -157,14 +159,13 @@ void Interruption::wait(c10::ivalue::Future& future) {
 
 void Interruption::wait_outside(c10d::Work& work, const std::vector<std::shared_ptr<Interruption>>& all) {
   const auto future = awaited_future(work);
-  const bool keeps_host_waiting = future && future->devices().empty();
-  do {
-    for (const auto& interruption : all) interruption->check();
-  } while (keeps_host_waiting && !wait(*future, kLook));
+  for (const auto& interruption : all) interruption->check();
+  if (future && future->devices().empty()) wait(*future, kForever, all);
   work.wait();
 }
 
-bool Interruption::wait(c10::ivalue::Future& future, std::chrono::milliseconds patience) {
+bool Interruption::wait(c10::ivalue::Future& future, std::chrono::milliseconds patience,
+                        const std::vector<std::shared_ptr<Interruption>>& others) {
   // The callback may come after this thread has stopped waiting.
   const auto done = std::make_shared<std::promise<void>>();
   const auto is_done = done->get_future();
@@ -173,6 +174,7 @@ bool Interruption::wait(c10::ivalue::Future& future, std::chrono::milliseconds p
   while (std::chrono::steady_clock::now() < end) {
     if (is_done.wait_for(kLook) == std::future_status::ready) return true;
     if (of_this_thread != nullptr) of_this_thread->check();
+    for (const auto& other : others) other->check();
   }
   return false;
 }

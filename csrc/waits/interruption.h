@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -89,8 +90,9 @@ class Interruption {
   static void wait(c10::ivalue::Future& future);
   // Like Work::wait(), outside of a window: each of `all` can end it.
   static void wait_outside(c10d::Work& work, const std::vector<std::shared_ptr<Interruption>>& all);
-  // Waits for at most `patience`. Whether the future is done.
-  static bool wait(c10::ivalue::Future& future, std::chrono::milliseconds patience);
+  // Waits for at most `patience`; each of `others` can end it, too. Whether the future is done.
+  static bool wait(c10::ivalue::Future& future, std::chrono::milliseconds patience,
+                   const std::vector<std::shared_ptr<Interruption>>& others = {});
 
  private:
   static void bury(Groups groups, std::shared_ptr<const void> memory);
@@ -102,7 +104,7 @@ class Interruption {
   mutable std::atomic<bool> has_raised_{false}, has_lost_{false};
   mutable std::mutex mutex_;
   std::string why_;
-  c10d::Work* of_pair_ = nullptr;  // a message between two ranks that a thread waits for
+  std::multiset<c10d::Work*> of_pairs_;  // messages between two ranks that threads wait for
   Groups groups_;
   std::mutex explaining_;
   std::function<std::string()> explain_;

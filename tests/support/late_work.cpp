@@ -14,6 +14,14 @@
 
 #include "waits/interruption.h"
 
+// Torch does not say how many calls a future has to make, and this is no access that a compiler forbids.
+std::size_t calls_of(const c10::ivalue::Future& future);
+template <auto callbacks>
+struct Calls {
+  friend std::size_t calls_of(const c10::ivalue::Future& future) { return (future.*callbacks).size(); }
+};
+template struct Calls<&c10::ivalue::Future::callbacks_>;
+
 namespace {
 
 // Of a known kind it completes its future, as collectives do. Of an unknown kind, as works that are written in Python, nobody does.
@@ -75,6 +83,59 @@ void wait_for_interrupted_work() {
   wait_for(c10::make_intrusive<LateWork>(/*is_known=*/true), interruption);
 }
 
+// A message between two ranks. It comes only if it is aborted, and then it fails.
+class Message : public c10d::Work {
+ public:
+  Message() : Work(-1, c10d::OpType::RECV) {}
+
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    waits_.set_value();
+    aborted_.get_future().wait();
+    throw std::runtime_error("the message was aborted");
+  }
+  void abort() override { aborted_.set_value(); }
+  std::future<void> waits() { return waits_.get_future(); }
+
+ private:
+  std::promise<void> waits_, aborted_;
+};
+
+// What each of these waits, which begin one after the other, raises.
+std::vector<std::string> interrupt_messages(int count) {
+  const auto interruption = std::make_shared<fastddp::Interruption>();
+  std::vector<std::future<std::string>> errors;
+  for (int i = 0; i < count; ++i) {
+    const auto message = c10::make_intrusive<Message>();
+    auto waits = message->waits();
+    errors.push_back(std::async(std::launch::async, [=]() -> std::string {
+      try {
+        wait_for(message, interruption);
+      } catch (const std::exception& error) {
+        return error.what();
+      }
+      return "";
+    }));
+    waits.wait();
+  }
+  interruption->interrupt("another rank is stopped");
+  std::vector<std::string> said;
+  for (auto& error : errors) said.push_back(error.get());
+  return said;
+}
+
+// How many calls the future has to make when it ends, after `seconds` of a wait outside of a window.
+std::size_t calls_after_a_wait(double seconds) {
+  const auto work = c10::make_intrusive<LateWork>(/*is_known=*/true);
+  auto calls = std::async(std::launch::async, [=] {
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    const auto count = calls_of(*work->getFuture());
+    work->end(nullptr);
+    return count;
+  });
+  fastddp::Interruption::wait_outside(*work, {std::make_shared<fastddp::Interruption>()});
+  return calls.get();
+}
+
 // Its abort waits for those of the other groups to begin; one that cannot be aborted raises then.
 class Group : public c10d::ProcessGroup {
  public:
@@ -111,5 +172,8 @@ PYBIND11_MODULE(late_work, module) {
              pybind11::arg("fails"));
   module.def("wait_for_interrupted_work", wait_for_interrupted_work);
   module.def("interrupt", &fastddp::Interruption::interrupt, pybind11::arg("interruption"), pybind11::arg("why"));
-  module.def("abort_groups", abort_groups, pybind11::arg("errors"), pybind11::call_guard<pybind11::gil_scoped_release>());
+  const pybind11::call_guard<pybind11::gil_scoped_release> no_gil;
+  module.def("interrupt_messages", interrupt_messages, pybind11::arg("count"), no_gil);
+  module.def("calls_after_a_wait", calls_after_a_wait, pybind11::arg("seconds"), no_gil);
+  module.def("abort_groups", abort_groups, pybind11::arg("errors"), no_gil);
 }

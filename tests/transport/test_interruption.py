@@ -42,6 +42,15 @@ def test_a_wait_for_a_collective_that_nobody_joins_can_be_ended(works: Any) -> N
         works.wait_for_interrupted_work()
 
 
+def test_all_waits_for_messages_are_ended_and_not_only_the_last_that_began(works: Any) -> None:
+    errors = works.interrupt_messages(3)
+    assert ["another rank is stopped" in error for error in errors] == [True] * 3
+
+
+def test_a_long_wait_asks_its_future_once(works: Any) -> None:
+    assert works.calls_after_a_wait(0.7) == 1
+
+
 def test_groups_are_aborted_at_once_and_those_that_cannot_be_are_told(works: Any) -> None:
     assert works.abort_groups(["", "the abort takes too long", ""]) == ["the abort takes too long"]
 
