@@ -75,7 +75,7 @@ void StallWatch::name_who_has_ended() {
   const auto report = find_who_has_ended();
   if (!report) return;
   if (board_.is_first("ended").value_or(true)) say(report->text());
-  keep(*report);
+  keep(*report, progress_->windows());
 }
 
 bool StallWatch::leaves_others() {
@@ -95,7 +95,7 @@ std::string StallWatch::who_has_ended(int looks) {
   const auto report = find_who_has_ended(looks);
   if (!report) return "";
   found_.who_has_ended = true;
-  keep(*report);
+  keep(*report, progress_->windows());
   return report->text();
 }
 
@@ -113,7 +113,7 @@ std::optional<Report> StallWatch::find_who_has_ended(int looks) {
   }
   if (ended.empty()) return std::nullopt;
   auto records = ended;
-  records.push_back(own_record());  // which says how far the step is
+  records.push_back(record_of(own, Life::runs, 0));  // which says how far the step is
   auto report = diagnose(records, 0);
   std::erase_if(report.findings, [](const Finding& finding) { return finding.cause != Cause::gone; });
   const auto& gone = report.findings.empty() ? std::vector<int>{} : report.findings.front().ranks;
@@ -140,7 +140,7 @@ bool StallWatch::name_who_differs() {
   report.headline = "step " + std::to_string(report.step) + " has failed on rank " + std::to_string(progress_->rank()) +
                     ": another rank has sent what this one does not expect.";
   say(report.text());
-  keep(report);
+  keep(report, progress_->windows());
   return true;
 }
 
@@ -148,7 +148,7 @@ std::string StallWatch::report_of_open_step() {
   if (getpid() != pid_) return "";
   end_thread();
   const auto step = progress_->read().windows + 1;
-  if (found_.kept.first == step) return found_.kept.second;
+  if (const std::lock_guard lock(found_.mutex); found_.kept.first == step) return found_.kept.second;
   if (asked_.reported != step - 1) return "";
   return board_.published(step - 1).value_or(Board::Published{}).json;
 }

@@ -69,9 +69,10 @@ StallWatch::~StallWatch() {
 
 void StallWatch::end_thread() {
   end_.request_stop();
-  if (!thread_.joinable()) return;
-  thread_.join();
-  say_if_it_goes_on();  // the step may have gone on a moment ago
+  std::call_once(ended_, [this] {  // a thread that terminates may come here, too
+    thread_.join();
+    say_if_it_goes_on();  // the step may have gone on a moment ago
+  });
 }
 
 bool StallWatch::pause(double seconds) {
@@ -229,7 +230,7 @@ void StallWatch::report(double patience) {
     found->headline += " The store does not answer, so only the ranks of this machine are known.";
     const auto is_lower = [&](const Record& of) { return of.life == Life::runs && of.rank < progress_->rank(); };
     if (std::ranges::any_of(node_.records(), is_lower)) {
-      keep(*found);
+      keep(*found, seen_.pulse.windows);
       return ends ? interrupt(found->text()) : void();
     }
   }
@@ -305,7 +306,7 @@ void StallWatch::publish(Report report, bool ends) {
   const bool is_new = asked_.said < report.prospect, raises = ends && settings_.raises;
   if (is_new && !raises) say(report.text());
   if (!raises) asked_.told = {seen_.pulse, seen_.changed};
-  keep(report);
+  keep(report, seen_.pulse.windows);
   board_.publish(seen_.pulse.windows, report, ends);
   if (raises) {
     interrupt(report.text());

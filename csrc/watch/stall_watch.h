@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -131,13 +132,13 @@ class StallWatch {
   bool follow(double patience);
   void look_again_later(double patience);
   void interrupt(const std::string& why) const;
-  void keep(const Report& report) {
+  void keep(const Report& report, size_t ended_windows) {
     const std::lock_guard lock(found_.mutex);
-    if (!report.is_soft()) found_.kept = {seen_.pulse.windows + 1, report.json()};
+    if (!report.is_soft()) found_.kept = {ended_windows + 1, report.json()};
   }
   void say(const std::string& text) const;
 
-  // What the last look has found.
+  // What the last look has found. As links_ and what is below, it is the thread's alone, until that has ended.
   struct Seen {
     Pulse pulse;
     Clock::time_point changed, window_ended;
@@ -165,8 +166,8 @@ class StallWatch {
   struct Found {
     std::mutex mutex;
     std::optional<Report> report;
-    std::pair<size_t, std::string> kept;  // the step's number, and its last report that is not soft, in JSON
-    bool who_has_ended = false;           // has been named
+    std::pair<size_t, std::string> kept;     // the step's number, and its last report that is not soft, in JSON
+    std::atomic<bool> who_has_ended{false};  // has been named
   };
 
   const std::shared_ptr<const Progress> progress_;
@@ -183,6 +184,7 @@ class StallWatch {
   WantedStack stack_;
   std::stop_source end_;  // of the thread
   std::condition_variable_any pauses_;
+  std::once_flag ended_;
   std::thread thread_;  // last: it uses the members above
 };
 
