@@ -5,6 +5,7 @@
 # make test-in-place   torch's parity and the contract of exchanges again, with fastddp.replicate in place of the wrapper
 # make test-frameworks   install Accelerate, Lightning and Transformers, and train with them (tests/frameworks)
 # make test-sanitized   the tests of everything in C++ again, under AddressSanitizer and UBSan (twenty minutes)
+# make test-threads   the tests of what has several threads, under ThreadSanitizer (an hour)
 # make docs    build the site of docs/ in out/site, strictly: dead links are errors
 # make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
 # make test-gpu, make bench-gpu   what takes a GPU: tests (tests/gpu), and everything in order of worth (bench.gpu.first_run)
@@ -77,7 +78,7 @@ FRAMEWORKS := $(VENV)/.frameworks
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo demo-elastic test test-slow test-in-place test-nightly test-frameworks mutants test-sanitized test-gpu bench-gpu gpu-site gpu-carry wheels sdist docs lint format clean distclean
+.PHONY: help build demo demo-elastic test test-slow test-in-place test-nightly test-frameworks mutants test-sanitized test-threads test-gpu bench-gpu gpu-site gpu-carry wheels sdist docs lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -153,7 +154,10 @@ mutants: $(READY)
 
 # The extension in place is left alone: what the sanitizers need is compiled into build/.
 test-sanitized: $(READY)
-	@$(BIN)/python tests/support/sanitized.py $(ARGS)
+	@$(BIN)/python tests/support/sanitized.py memory $(ARGS)
+
+test-threads: $(READY)
+	@$(BIN)/python tests/support/sanitized.py threads $(ARGS)
 
 # Compiles what has changed for the torch of PYTHON.
 gpu-site:

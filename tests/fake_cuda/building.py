@@ -16,10 +16,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 NAME = "fake_cuda_extension"
 FOLDER = ROOT / "build" / f"fake_cuda-torch-{torch.__version__}"
-# A process with AddressSanitizer takes the library that tests/support/sanitized.py has compiled for it.
-SANITIZED_FOLDER = ROOT / "build" / f"sanitized-torch-{torch.__version__}"
-IS_SANITIZED = hasattr(ctypes.CDLL(None), "__asan_init")
-LIBRARY = (SANITIZED_FOLDER if IS_SANITIZED else FOLDER) / f"{NAME}.so"
+# A process with a sanitizer takes the library that tests/support/sanitized.py has compiled for it.
+SANITIZED_FOLDERS = {
+    symbol: ROOT / "build" / f"sanitized-{what}-torch-{torch.__version__}"
+    for symbol, what in (("__asan_init", "memory"), ("__tsan_init", "threads"))
+}
+SANITIZED = next((folder for symbol, folder in SANITIZED_FOLDERS.items() if hasattr(ctypes.CDLL(None), symbol)), None)
+LIBRARY = (SANITIZED or FOLDER) / f"{NAME}.so"
 FLAGS = ["-std=c++20", "-O1", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"]
 # fastddp's kernels for the CPU compute what the Triton kernels would.
 OF_FASTDDP = {
@@ -32,7 +35,7 @@ TWIN = [ROOT / "csrc" / folder / f"{name}.cpp" for folder, names in OF_FASTDDP.i
 
 def build() -> Path:
     """The library, compiled first if it is not up to date. Several processes may ask at once."""
-    if IS_SANITIZED:
+    if SANITIZED:
         return LIBRARY
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "one builder").open("w") as lock:
