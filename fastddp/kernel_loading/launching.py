@@ -114,8 +114,7 @@ def _load_one(device: torch.device, kernel: CompiledKernel) -> None:
     try:
         binary = kernel.name, kernel.cubin, kernel.num_warps, kernel.shared_bytes
         form = kernel.parameters, kernel.scratch_parameters, kernel.tile
-        # Path.is_file() raises where somebody else's folder is closed.
-        has_passed = proof is not None and os.path.isfile(proof)  # noqa: PTH113
+        has_passed = os.path.isfile(proof or "")  # noqa: PTH113  # Path's own raises if somebody's folder is closed
         trust = _C.Trust.proven if has_passed else _C.Trust.untried
         _C.load_kernel(device, *binary, *form, place, trust)
     except torch.AcceleratorError:  # of something that ran before: the device loads nothing any more

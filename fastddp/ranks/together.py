@@ -51,7 +51,7 @@ def of_all_ranks(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def finish(work: dist.Work, group: dist.ProcessGroup) -> None:
     """Wait for a collective that was started before."""
-    of_group = min((now for now in models if now.process_group is group), key=_number, default=None)
+    of_group = min((now for now in models if now.process_group is group), key=lambda now: now.number.name, default=None)
     with telling_who_has_ended(group):
         if not isinstance(work, dist.Work):  # of a process group written in Python
             work.wait()
@@ -73,10 +73,6 @@ def telling_who_has_ended(group: dist.ProcessGroup) -> Iterator[None]:
                 now.reducer.progress.fails_for_others()
             error.args = (f"{error}\n{why}" + see("FD015"),)
         raise
-
-
-def _number(now: Any) -> str:
-    return now.number.name
 
 
 def _ends() -> list[Interruption]:

@@ -120,7 +120,7 @@ def _write(reports: list[Report], files: list[Path]) -> list[Path]:
 
 def _cannot_be_written(path: Path, error: OSError) -> typer.Exit:
     return _refuse(
-        f"{path} cannot be written: {error.strerror or 'no file'}. Give another --output, or --no-files, which only prints."
+        f"{path} cannot be written: {error.strerror or 'no file'}. Give another --output, or --no-files, to print only."
     )
 
 
