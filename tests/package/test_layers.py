@@ -105,6 +105,26 @@ def test_collectives_outside_of_windows_go_through_together() -> None:
     assert found == []
 
 
+WEAK = re.compile(r"\b(\w+)(?:: .+)? = weakref\.Weak(?:Set|KeyDictionary|ValueDictionary)\(")
+CALLS = "(?:list|tuple|sorted|set|min|max|any|all|enumerate|iter|next)"
+
+
+def test_what_is_known_while_it_lives_is_not_walked_as_weakref_does() -> None:
+    """Another thread may add to it meanwhile, and that raises: fastddp.ranks.living has what does not."""
+    sources = {module: path.read_text() for module, path in MODULES.items()}
+    names = {name for source in sources.values() for name in WEAK.findall(source)}
+    assert names
+    of = rf"(?:\w+\.)*(?:{'|'.join(names)})\b"
+    walked = re.compile(rf"\bfor (?:(?! in ).)+ in {of}|\b{CALLS}\({of}[,)]|{of}\.(?:items|keys|values|copy)\(")
+    found = [
+        (module, line.strip())
+        for module, source in sources.items()
+        for line in source.splitlines()
+        if walked.search(line)
+    ]
+    assert found == []
+
+
 # -------------------------------------------------------------------------------------------------- what is reached
 
 
