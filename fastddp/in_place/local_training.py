@@ -27,7 +27,7 @@ _followed: Living[HiddenWrapper, None] = Living()
 
 def follow(module: nn.Module, wrapper: HiddenWrapper) -> None:
     """Look after a module that has its wrapper from now on, and after its parameters when it is gone."""
-    _followed.add(wrapper)
+    _followed[wrapper] = None
     parameters = [weakref.ref(parameter) for parameter in wrapper.engine.now.parameters.tensors]
     weakref.finalize(module, _orphans.append, parameters).atexit = False
 
