@@ -60,7 +60,7 @@ class Additions(TorchSurface):
             raise ValueError(
                 f"sample_steps(every={every!r}): every is a number of steps, or 0 for none." + see("FD024")
             )
-        self.engine.sample_steps(every, compare_ranks)
+        self.engine.here.sample_steps(every, compare_ranks)
 
     def step_report(self) -> StepReport | None:
         """Where the time of the last sampled step went. On a device with streams the host waits for that step's end.
@@ -177,7 +177,7 @@ class Additions(TorchSurface):
             ValueError: it is a ``ZeroRedundancyOptimizer``, which has a part of the state on each rank, or has none of
                 the model's parameters; or there is no buffer of that name.
         """
-        audit = self.engine.audit
+        audit = self.engine.here.audit
         if audit is None:
             raise RuntimeError(
                 "audit() adds to what an audit compares: wrap the module with watch=fastddp.Watch(audit_every=N)."
@@ -235,7 +235,7 @@ class Additions(TorchSurface):
 
     def _measured(self) -> Tensor:
         sharded = self.engine.sharded
-        return measured(self.engine.now, None if sharded is None else sharded.gradients())
+        return measured(self.engine.here.now, None if sharded is None else sharded.gradients())
 
     def discard_step(self) -> None:
         """Say that no optimizer will step with the present gradients, for example because they are too large.
@@ -246,7 +246,7 @@ class Additions(TorchSurface):
         Raises:
             RuntimeError: gradients are travelling.
         """
-        self.reducer.discard_step()
+        self.engine.here.reducer.discard_step()
 
     def find_non_finite_module(self) -> None:
         """Look, in the next forward of this rank, for the first module whose output is not finite.
@@ -255,7 +255,7 @@ class Additions(TorchSurface):
         where ``Watch.corruption`` says, else to the logger "fastddp". That forward waits for the device after each
         module.
         """
-        find_in_next_forward(self, self.engine.now, self._recipe.watch.corruption)
+        find_in_next_forward(self, self.engine.here.now, self._recipe.watch.corruption)
 
     def blame_non_finite(self) -> NonFinite | None:
         """Where the last backward's infinities and NaNs came from: rank, parameter, how many elements.
@@ -277,4 +277,4 @@ class Additions(TorchSurface):
                 "What each rank's gradients were is measured only where it is asked for: wrap the module with "
                 'watch=fastddp.Watch(corruption=...): "report", "raise", or a callable.' + see("FD027")
             )
-        return blame(self.engine.now)
+        return blame(self.engine.here.now)

@@ -353,8 +353,7 @@ class DistributedDataParallel(Additions):
 
     def _begin(self, synchronises: bool, grad_enabled: bool) -> None:
         """Do what comes before the module runs, and check that it may run."""
-        engine = self.engine
-        engine.check_here()
+        engine = self.engine.here
         if engine.sharded is not None:
             engine.sharded.check_parameters()
         if synchronises:
@@ -491,7 +490,7 @@ class DistributedDataParallel(Additions):
             raise RuntimeError(
                 "A communication hook is already registered; wrap the module again to use another one." + see("FD034")
             )
-        self.engine.register_hook(state, hook)
+        self.engine.here.register_hook(state, hook)
         self._comm_hook = (state, hook)
         self._hook_may_change = False
 

@@ -247,14 +247,15 @@ class Engine:
     def leave(self, group_stays: bool) -> tuple[Carried, _C.Lost | None]:
         """End, without a wait for other ranks. What is left to the next engine; and the connection that was lost.
 
-        The gradients of a void window are removed. ``group_stays``: the group goes on with other ranks.
+        The gradients of an open or void window are removed. ``group_stays``: the group goes on with other ranks.
         """
         if self._left is not None:
             return self._left
         now = self.now
         if self.sharded is not None:
             self.sharded.leave()
-        if self.reducer.leave(group_stays):
+        is_open = self.reducer.state not in ("idle", "finished")
+        if self.reducer.leave(group_stays) or is_open:
             for parameter in now.parameters.tensors:
                 parameter.grad = None
         learned = self.reducer.learned()
@@ -273,13 +274,15 @@ class Engine:
         self._left = carried, self.reducer.lost
         return self._left
 
-    def check_here(self) -> None:
-        """Raise RuntimeError if the engine has left, and no other took its place."""
+    @property
+    def here(self) -> Engine:
+        """The engine itself. DistBackendError: it has left, and no other took its place."""
         if self._left is not None:
-            raise RuntimeError(
+            raise dist.DistBackendError(
                 "fastddp: this model has left its ranks, and regroup() did not end well. Call it again, with ranks "
                 "that have the same model and options." + see("FD052")
             )
+        return self
 
     def sample_steps(self, every: int, compare_ranks: bool) -> None:
         """As :meth:`fastddp.DistributedDataParallel.sample_steps`."""

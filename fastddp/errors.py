@@ -274,9 +274,9 @@ FD053: A sharded optimizer has lost its state
   gather_state() gives the whole state to whoever keeps it.
 FD054: The manager's quorum is not of this kind
 - fastddp.elastic averages over all replicas of a quorum, and all of them have the others' parameters before their
-  first forward. An asynchronous quorum, or one with spares, is another agreement.
+  first forward. An asynchronous quorum, or one with spares, is another agreement. Or the lighthouse has no address.
 - Make the torchft.Manager with use_async_quorum=False and WorldSizeMode.DYNAMIC, and leave out what says which ranks
-  there are: process_group, device_mesh and hierarchy.
+  there are: process_group, device_mesh and hierarchy. Give the lighthouse as http://host:port.
 """
 
 

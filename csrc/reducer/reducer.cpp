@@ -116,7 +116,7 @@ void Reducer::use_memory(std::shared_ptr<const RegisteredMemory> memory) {
 
 void Reducer::begin_forward(bool grad_enabled) {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(!tell_lost_ || !lost_, closing_.failure().text());
+  TORCH_CHECK_WITH(DistBackendError, !tell_lost_ || !lost_, closing_.failure().text());
   interruption_->check();
   if (!Backwards::is_inside_one()) {
     if (!grad_enabled && backwards_.last().runs()) return;  // in another thread, which this forward does not affect
@@ -138,8 +138,7 @@ template <typename Part>
 void Reducer::may_lose(const Part& part) {
   try {
     part();
-  } catch (const std::exception& error) {
-    if (!interruption_->has_lost()) throw;
+  } catch (const c10::DistError& error) {
     note_lost(in_words(error));
     if (!tell_lost_) throw;
     lose();

@@ -226,8 +226,7 @@ void Driver::start(Travel& travel, size_t stage) {
     } catch (...) {
       piece.sent += piece.works.size();
       failing_ = piece.bucket;
-      Interruption::note_lost();
-      throw;
+      Interruption::rethrow_explained(trip_.runs_users_code);
     }
     piece.sent = 0;
     for (const auto& shard : piece.shards) travel.bucket->wire.lend(shard);

@@ -13,7 +13,7 @@ namespace fastddp {
 namespace {
 
 // What a hook has returned, as other collectives return it.
-class HookWork : public c10d::Work {
+class HookWork : public c10d::Work, public RunsUsersCode {
  public:
   explicit HookWork(Hook::Future future) : Work(-1, c10d::OpType::ALLREDUCE), future_(std::move(future)) {}
 

@@ -3,6 +3,8 @@
 #include <c10/util/ScopeExit.h>
 
 #include <future>
+#include <new>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -25,6 +27,19 @@ bool is_of_pair(const c10d::Work& work) {
 // Null, too, for all works of a process group written in Python: they are of an unknown kind.
 c10::intrusive_ptr<c10::ivalue::Future> awaited_future(c10d::Work& work) {
   return work.retrieveOpType() == c10d::OpType::UNKNOWN ? nullptr : future_of(work);
+}
+
+// Of the exception that is being handled: note [Whose error it is].
+bool is_of_network(bool by_user) {
+  try {
+    throw;
+  } catch (const c10::Error& error) {
+    return dynamic_cast<const c10::DistError*>(&error) != nullptr;
+  } catch (const std::bad_alloc&) {
+    return false;
+  } catch (const std::exception& error) {
+    return !by_user || std::string_view(error.what()).find("gloo/transport/") != std::string_view::npos;
+  }
 }
 
 }  // namespace
@@ -75,35 +90,26 @@ void Interruption::bury(Groups groups, std::shared_ptr<const void> memory) {
   }).detach();
 }
 
-void Interruption::note_lost() {
-  if (of_this_thread != nullptr) of_this_thread->has_lost_ = true;
-}
-
-void Interruption::rethrow_explained() {
-  has_lost_ = true;
+void Interruption::rethrow_explained(bool by_user) {
+  if (!is_of_network(by_user)) throw;
   std::string why;
-  {
-    const std::lock_guard lock(explaining_);
-    if (explain_) why = explain_();
+  if (of_this_thread != nullptr) {
+    const std::lock_guard lock(of_this_thread->explaining_);
+    if (of_this_thread->explain_) why = of_this_thread->explain_();
   }
-  if (why.empty()) throw;
   try {
     throw;
-  } catch (const c10::DistBackendError& error) {
-    TORCH_CHECK_WITH(DistBackendError, false, in_words(error), "\n", why, see("FD015"));
-  } catch (const c10::AcceleratorError& error) {
-    throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error.get_error_code(),
-                                in_words(error) + "\n" + why + see("FD015"));
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, in_words(error), "\n", why, see("FD015"));
+    if (!why.empty()) why = "\n" + why + see("FD015");
+    TORCH_CHECK_WITH(DistBackendError, false, in_words(error), why);
   }
 }
 
 void Interruption::check() const {
   if (!is_interrupted_) return;
   const std::lock_guard lock(mutex_);
-  has_raised_ = has_lost_ = true;
-  TORCH_CHECK(false, why_);
+  has_raised_ = true;
+  TORCH_CHECK_WITH(DistBackendError, false, why_);
 }
 
 Interruption::Scope::Scope(Interruption& interruption, c10::Device device)
@@ -114,18 +120,15 @@ Interruption::Scope::~Scope() {
 }
 
 void Interruption::wait(c10d::Work& work) {
-  auto* const interruption = of_this_thread;
-  if (interruption == nullptr) {
-    work.wait();
-    return;
+  if (auto* const interruption = of_this_thread) {
+    if (is_of_pair(work)) return interruption->wait_for_pair(work);
+    interruption->check();
+    if (const auto future = awaited_future(work)) wait(*future, kForever);
   }
-  if (is_of_pair(work)) return interruption->wait_for_pair(work);
-  interruption->check();
-  if (const auto future = awaited_future(work)) wait(*future, kForever);
   try {
     work.wait();
   } catch (const std::exception&) {
-    interruption->rethrow_explained();
+    rethrow_explained(dynamic_cast<const RunsUsersCode*>(&work) != nullptr);
   }
 }
 
@@ -142,18 +145,17 @@ void Interruption::wait_for_pair(c10d::Work& work) {
   try {
     work.wait();
   } catch (const std::exception&) {
-    if (!is_interrupted_) rethrow_explained();
+    if (!is_interrupted_) rethrow_explained(/*by_user=*/false);
   }
   check();
 }
 
 void Interruption::wait(c10::ivalue::Future& future) {
-  if (of_this_thread == nullptr) return future.waitAndThrow();
-  wait(future, kForever);
+  if (of_this_thread != nullptr) wait(future, kForever);
   try {
     future.waitAndThrow();
   } catch (const std::exception&) {
-    of_this_thread->rethrow_explained();
+    rethrow_explained(/*by_user=*/true);
   }
 }
 
@@ -161,7 +163,11 @@ void Interruption::wait_outside(c10d::Work& work, const std::vector<std::shared_
   const auto future = awaited_future(work);
   for (const auto& interruption : all) interruption->check();
   if (future && future->devices().empty()) wait(*future, kForever, all);
-  work.wait();
+  try {
+    work.wait();
+  } catch (const std::exception&) {
+    rethrow_explained(/*by_user=*/false);
+  }
 }
 
 bool Interruption::wait(c10::ivalue::Future& future, std::chrono::milliseconds patience,

@@ -37,9 +37,19 @@ c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work);
 // Note [Groups that are left]
 // The destructor of a gloo group waits for its threads, and these for ranks that may be gone. So a thread of its own destroys a
 // group of which a collective may be on its way, when nobody else holds it. The process can end meanwhile.
+//
+// Note [Whose error it is]
+// Where a backend raises, a connection is lost, and the error becomes a c10::DistError, since gloo's have no class. By that class
+// everybody knows that other ranks are to blame, in Python too (dist.DistError). What torch checks, memory that is not there and
+// a device that fails are other c10::Errors or std::bad_alloc: this rank's own. So is what a user's hook raises, unless it passes on
+// gloo's error, which callbacks make a text of.
+
+// A work of which users' code decides how it ends.
+struct RunsUsersCode {};
+
 class Interruption {
  public:
-  // Called by any thread, counts once: waits raise c10::Error with this text, those that have begun and those that follow.
+  // Called by any thread, counts once: waits raise c10::DistError with this text, those that have begun and those that follow.
   void interrupt(const std::string& why);
   bool is_interrupted() const { return is_interrupted_; }
   // Whether a thread has got the error.
@@ -55,7 +65,7 @@ class Interruption {
   }
   // Aborts all groups. Returns the errors of those that cannot be aborted.
   [[nodiscard]] std::vector<std::string> abort_groups() const;
-  // Called when a wait fails, before it raises. Returns the known cause in words, which is added to the error. Null: no cause.
+  // Called when a connection is lost, before that is raised. Returns the known cause in words, which is added to the error. Null: no cause.
   void explain_by(std::function<std::string()> explain) {
     const std::lock_guard lock(explaining_);
     explain_ = std::move(explain);
@@ -65,10 +75,8 @@ class Interruption {
   static void bury(Groups groups, const Memory& memory) {
     bury(std::move(groups), std::shared_ptr<const void>(std::make_shared<const Memory>(memory)));
   }
-  // Whether a wait has failed or was ended, or a collective could not start.
-  bool has_lost() const { return has_lost_; }
-  // In a scope of this thread: a collective could not start.
-  static void note_lost();
+  // Rethrows the exception that is being handled, of a collective that could not start or has failed: note [Whose error it is].
+  [[noreturn]] static void rethrow_explained(bool by_user);
   // Raises the error of interrupt(), if that was called.
   void check() const;
 
@@ -97,11 +105,9 @@ class Interruption {
  private:
   static void bury(Groups groups, std::shared_ptr<const void> memory);
   void wait_for_pair(c10d::Work& work);
-  // Rethrows the current exception with its explanation.
-  [[noreturn]] void rethrow_explained();
 
   std::atomic<bool> is_interrupted_{false};
-  mutable std::atomic<bool> has_raised_{false}, has_lost_{false};
+  mutable std::atomic<bool> has_raised_{false};
   mutable std::mutex mutex_;
   std::string why_;
   std::multiset<c10d::Work*> of_pairs_;  // messages between two ranks that threads wait for

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import logging
 import os
-import re
-import urllib.request
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from html.parser import HTMLParser
+from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -21,10 +25,9 @@ from fastddp.ranks.together import unexplained
 if TYPE_CHECKING:
     from torchft.manager import Manager
 
+_log = logging.getLogger("fastddp")
 _numbers = itertools.count(1)
 _TIMEOUT = timedelta(seconds=60)
-_SEEN = re.compile(r"([^\s<>]+): seen ([\d.e+-]+)s ago")
-_MEMBER = re.compile(r"<b>([^<]+)</b>")
 
 
 def check_manager(manager: Manager) -> None:
@@ -72,13 +75,13 @@ class Quorum:
         """The group, known to torch with its present ranks.
 
         Raises:
-            RuntimeError: there is none, since the manager could not make it.
+            DistBackendError: there is none, since the manager could not make it.
         """
         group: Any = self.manager._pg
         while type(group) is not dist.ProcessGroup and hasattr(group, "_pg"):
             group = group._pg  # torchft's are Python around a group of torch's
         if group is None:
-            raise RuntimeError("fastddp: the manager has no process group now.")
+            raise dist.DistBackendError("fastddp: the manager has no process group now.")
         forget(group)
         if group not in dist.distributed_c10d._world.pg_map:  # else torch has made it
             make_known(group, group.get_group_store(), self._device)
@@ -129,19 +132,59 @@ class Lighthouse:
     """The page on which torchft's lighthouse says when it has last heard of each replica.
 
     ``address``: None: what torchft takes from the environment (``TORCHFT_LIGHTHOUSE``); unknown, nobody is silent.
+    ValueError: it is no address, and torchft would not take it either.
     """
 
     def __init__(self, address: str | None) -> None:
         self._address = address or os.environ.get("TORCHFT_LIGHTHOUSE")
+        self._fails_since: float | None = None
+        self._is_said = False
+        parts = urlsplit(self._address or "http://nobody")
+        self._place = parts.netloc
+        if not parts.scheme or not parts.netloc:
+            raise ValueError(f"lighthouse: torchft's are http://host:port, not {self._address!r}." + see("FD054"))
 
     def silent(self, seconds: float) -> list[str]:
-        """Replicas of the last quorum of which it has not heard for so long."""
+        """Replicas of the last quorum of which it has not heard for so long; none if there is no answer."""
         if self._address is None:
             return []
-        with urllib.request.urlopen(f"{self._address.rstrip('/')}/status", timeout=1) as answer:
-            page = answer.read().decode()
-        members = set(_MEMBER.findall(page))
-        return [replica for replica, ago in _SEEN.findall(page) if replica in members and float(ago) > seconds]
+        page = _Status()
+        try:
+            with contextlib.closing(HTTPConnection(self._place, timeout=1)) as connection:
+                connection.request("GET", "/status")
+                page.feed(connection.getresponse().read().decode())
+            if not page.seen:
+                raise ValueError("a page without heartbeats")
+        except Exception as error:  # whoever it is that answers
+            self._note_failure(error, seconds)
+            return []
+        self._fails_since = None
+        return [replica for replica, ago in page.seen.items() if replica in page.members and ago > seconds]
+
+    def _note_failure(self, error: Exception, seconds: float) -> None:
+        now = time.monotonic()
+        self._fails_since = self._fails_since or now
+        if now >= self._fails_since + seconds and not self._is_said:
+            self._is_said = True
+            what = f"torchft's lighthouse does not answer at {self._address} ({type(error).__name__}: {error})."
+            _log.warning("%s Until it does, replicas that hang are waited for until the group's time-out.", what)
+
+
+class _Status(HTMLParser):
+    """The members of the last quorum, and how many seconds ago replicas were seen. ``feed`` may raise ValueError."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members: set[str] = set()
+        self.seen: dict[str, float] = {}
+
+    def handle_data(self, data: str) -> None:
+        """Called by the class, for each text between tags."""
+        replica, is_heartbeat, ago = data.strip().removesuffix("s ago").rpartition(": seen ")
+        if is_heartbeat:
+            self.seen[replica] = float(ago)
+        elif self.lasttag == "b":
+            self.members.add(data)
 
 
 def names(replicas: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -39,7 +40,8 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         **kwargs: of :class:`fastddp.DistributedDataParallel`, without ``process_group`` and ``device_mesh``.
 
     Raises:
-        ValueError: the quorum is asynchronous or has spares, or a process group or a mesh is given.
+        ValueError: the quorum is asynchronous or has spares, a process group or a mesh is given, or the lighthouse's
+            address is none.
     """
 
     _loses_ranks = True
@@ -56,6 +58,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         check_manager(manager)
         for name in {"process_group", "device_mesh", "hierarchy"} & kwargs.keys():
             raise ValueError(f"{name}: the manager's quorum says which ranks there are. Leave it out." + see("FD054"))
+        asked = Lighthouse(lighthouse)
         kwargs.setdefault("watch", Watch(stall=None))  # the lighthouse knows who is there
         device = next(module.parameters()).device
         super().__init__(module, process_group=group_of_one(device), **kwargs)
@@ -63,16 +66,22 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         self._followed = 0  # number of the quorum
         self._is_out = False  # this step has no other replicas
         self.on_lost(_teller(manager))
-        _end_waits_for_the_silent(self, Lighthouse(lighthouse), heartbeat)
+        _end_waits_for_the_silent(self, asked, heartbeat)
 
     def _begin(self, synchronises: bool, grad_enabled: bool) -> None:
         self._is_out = False
-        try:
+        with self._telling_of_others():
             if synchronises and grad_enabled:
                 self._follow()
             super()._begin(synchronises, grad_enabled)
-        except RuntimeError as error:
-            if not self._is_of_others(error):
+
+    @contextlib.contextmanager
+    def _telling_of_others(self) -> Iterator[None]:
+        """If other replicas are to blame, the loop goes on without them, and the manager refuses the step."""
+        try:
+            yield
+        except (RanksDiffer, dist.DistError) as error:  # note [Whose error it is], csrc/waits/interruption.h
+            if isinstance(error, RanksDiffer) and self._quorum.manager.participating_rank() in error.ranks:
                 raise
             self._is_out = True
             self._quorum.manager.report_error(error)
@@ -95,14 +104,11 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
     def _name_ranks(self) -> Any:
         return self._quorum.names()
 
-    def _is_of_others(self, error: RuntimeError) -> bool:
-        """Whether other replicas are to blame, so that the loop goes on, and the manager refuses the step."""
-        if isinstance(error, RanksDiffer):
-            return self._quorum.manager.participating_rank() not in error.ranks
-        return "[FD" not in str(error) or any(see(code) in str(error) for code in ("FD015", "FD052"))
-
     def _post_forward(self, output: Any) -> Any:
-        return output if self._is_out else super()._post_forward(output)
+        if not self._is_out:
+            with self._telling_of_others():
+                return super()._post_forward(output)
+        return output
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -134,7 +140,6 @@ def _end_waits_for_the_silent(model: DistributedDataParallel, lighthouse: Lighth
 
     def run() -> None:
         while not is_gone.wait(_LOOK):
-            with contextlib.suppress(OSError):  # the lighthouse does not answer
-                look()
+            look()
 
     threading.Thread(target=run, name="fastddp elastic", daemon=True).start()

@@ -75,13 +75,13 @@ def make_group(
     description = f"fastddp {what}"
     if _splits(parent, device):
         split = [list(ranks) for ranks in parts]
-        with telling_who_has_ended(parent):
+        with telling_who_has_ended(parent, of_backend=True):
             group = dist.split_group(parent, split, timeout=timeout, pg_options=nccl_options, group_desc=description)
         assert group is not None  # this rank is in a part
         return _note(parent, group)
     everywhere = dist.get_process_group_ranks(parent)
     (mine,) = [ranks for ranks in parts if parent.rank() in ranks]
-    with telling_who_has_ended(parent):
+    with telling_who_has_ended(parent, of_backend=True):
         group = dist.new_group(
             [everywhere[rank] for rank in mine],
             timeout=timeout,

@@ -31,14 +31,14 @@ explanations: list[Callable[[dist.ProcessGroup], str]] = []
 
 def together(collective: Callable[..., dist.Work], *args: Any, group: dist.ProcessGroup, **options: Any) -> None:
     """Run one of torch's collectives. Raises RuntimeError as it does, with the rank that has ended."""
-    with telling_who_has_ended(group):
+    with telling_who_has_ended(group, of_backend=True):
         work = collective(*args, group=group, async_op=True, **options)
     finish(work, group)
 
 
 def start_gather(rows: Tensor, mine: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Let ``rows`` become what each rank has, for :func:`finish` to wait for. Raises as :func:`together`."""
-    with telling_who_has_ended(group):
+    with telling_who_has_ended(group, of_backend=True):
         return dist.all_gather([*rows], mine, group=group, async_op=True)
 
 
@@ -52,7 +52,7 @@ def of_all_ranks(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 def finish(work: dist.Work, group: dist.ProcessGroup) -> None:
     """Wait for a collective that was started before."""
     of_group = min((now for now in models if now.process_group is group), key=lambda now: now.number.name, default=None)
-    with telling_who_has_ended(group):
+    with telling_who_has_ended(group, of_backend=not isinstance(work, dist.Work)):
         if not isinstance(work, dist.Work):  # of a process group written in Python
             work.wait()
             return
@@ -60,19 +60,23 @@ def finish(work: dist.Work, group: dist.ProcessGroup) -> None:
 
 
 @contextmanager
-def telling_who_has_ended(group: dist.ProcessGroup) -> Iterator[None]:
-    """Let errors of torch in here say which rank has ended, if any."""
+def telling_who_has_ended(group: dist.ProcessGroup, *, of_backend: bool = False) -> Iterator[None]:
+    """Let errors of torch in here say which rank has ended, if any.
+
+    ``of_backend``: a backend raises in here, and its plain errors become dist.DistError (note [Whose error it is],
+    csrc/waits/interruption.h).
+    """
     try:
         yield
-    except RuntimeError as error:
+    except RuntimeError as raised:
+        error = dist.DistBackendError(*raised.args) if of_backend and type(raised) is RuntimeError else raised
         says_why = see("FD015") in str(error) or any(end.is_interrupted for end in _ends())
-        if says_why or group in unexplained:
-            raise
-        if why := next(filter(None, (explain(group) for explain in explanations)), ""):
+        explains = [] if says_why or group in unexplained else explanations
+        if why := next(filter(None, (explain(group) for explain in explains)), ""):
             for now in models:
                 now.reducer.progress.fails_for_others()
             error.args = (f"{error}\n{why}" + see("FD015"),)
-        raise
+        raise error.with_traceback(raised.__traceback__) from None
 
 
 def _ends() -> list[Interruption]:

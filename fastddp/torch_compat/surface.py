@@ -151,7 +151,7 @@ class TorchSurface(TorchDDP):
             **kwargs: of torch's context; ``divide_by_initial_world_size`` counts.
         """
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return joining.JoinedRank(self.engine.now, self._begin_shadow, self._replicas)
+        return joining.JoinedRank(self.engine.here.now, self._begin_shadow, self._replicas)
 
     def _replicas(self) -> list[tuple[str, Tensor]]:
         return replicated_tensors(self.module, self.parameters_to_ignore, self.forward_sync_buffers)
@@ -233,7 +233,7 @@ class TorchSurface(TorchDDP):
         self.static_graph = True
         config = dataclasses.replace(self._recipe.config, expect=Expect.as_first)
         self._recipe = dataclasses.replace(self._recipe, config=config)
-        self.engine.expect(self._recipe)
+        self.engine.here.expect(self._recipe)
 
     @property
     def broadcast_buffers(self) -> bool:  # type: ignore[override]  # torch has had this property since 2.13 only

@@ -252,6 +252,79 @@ def test_a_pinned_plan_on_one_rank_is_named(rank: int) -> None:
         trained.model.regroup(dist.group.WORLD)
 
 
+OF_A_MODEL_WITHOUT_RANKS = {
+    "abort", "bucket_plan", "finalize_backward", "forward_sync_buffers", "join", "no_sync", "on_lost",
+    "parameters_ready", "regroup", "step_report", "to_kwargs", "will_sync_module_buffers", "zero_grad",
+    # They end in forward or in a name above, or tell of what has been.
+    "main", "scatter", "gather", "train", "register_fused_optim",
+}  # fmt: skip
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "audit": lambda model: model.audit(),
+    "blame_non_finite": lambda model: model.blame_non_finite(),
+    "discard_step": lambda model: model.discard_step(),
+    "find_non_finite_module": lambda model: model.find_non_finite_module(),
+    "forward": lambda model: model(torch.ones(1, SIDE)),
+    "found_inf": lambda model: model.found_inf(),
+    "join_hook": lambda model: model.join_hook(),
+    "last_grad_norm": lambda model: model.last_grad_norm(),
+    "register_comm_hook": lambda model: model.register_comm_hook(None, comm_hooks.int8_compress_hook),
+    "sample_steps": lambda model: model.sample_steps(1, compare_ranks=True),
+}
+
+
+@on_ranks(2)
+def test_each_method_says_that_a_model_has_left_its_ranks(rank: int) -> None:
+    watch = fastddp.Watch(audit_every=10, corruption="report")
+    trained = Trained(group=alone(), watch=watch)
+    trained.module[2].weight.requires_grad_(rank == 0)
+    with pytest.raises(RanksDiffer):
+        trained.model.regroup(dist.group.WORLD)
+    methods = {name for name in dir(type(trained.model)) if callable(getattr(type(trained.model), name))}
+    of_ours = {name for name in methods - {*dir(nn.Module)} if not name.startswith("_")} | {"forward"}
+    assert CALLS.keys() <= of_ours
+    assert of_ours - CALLS.keys() <= OF_A_MODEL_WITHOUT_RANKS
+    for call in CALLS.values():
+        with pytest.raises(dist.DistBackendError, match="FD052"):
+            call(trained.model)
+
+
+@pytest.mark.parametrize("arms", [False, True])
+@on_ranks(2)
+def test_gradients_of_an_open_step_are_removed_those_of_microbatches_too(arms: bool, rank: int) -> None:
+    trained = Trained()
+    trained.train()
+    trained.backward()
+    trained.model.regroup(dist.new_group([0, 1]))
+    assert all(parameter.grad is not None for parameter in trained.module.parameters())  # of a step that was whole
+    trained.optimizer.step()
+    trained.model.zero_grad()
+    with trained.model.no_sync():
+        for _ in range(1 + rank):
+            trained.model(torch.ones(1, SIDE)).sum().backward()
+    if arms:
+        trained.model(torch.ones(1, SIDE))
+    group = dist.new_group([0, 1])
+    trained.model.regroup(group)
+    assert all(parameter.grad is None for parameter in trained.module.parameters())
+    trained.train()
+    assert_alike(group, dict(trained.module.named_parameters()))
+
+
+@on_ranks(2)
+def test_models_and_regroups_leave_no_keys_in_the_store(rank: int) -> None:
+    store, counts = dist.distributed_c10d._get_process_group_store(dist.group.WORLD), []
+    trained = Trained("int8")
+    for _ in range(3):
+        Trained().train()
+        copy.deepcopy(trained.model)
+        trained.model.regroup(dist.group.WORLD)
+        trained.train()
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    assert counts[0] == counts[1] == counts[2]
+
+
 @on_ranks(2)
 def test_sampling_goes_on(rank: int) -> None:
     trained = Trained(group=alone())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import socket
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +20,9 @@ from torch import nn
 import fastddp
 from fastddp import elastic
 from fastddp.elastic.quorum import Lighthouse, Quorum, group_of_one
+from fastddp.engine import Engine
+from fastddp.module.replicas import RanksDiffer
+from fastddp.ranks.together import together
 from fastddp.regrouping import tell
 from on_ranks import on_ranks
 
@@ -116,6 +121,131 @@ def test_a_replica_that_is_silent_while_the_others_meet_is_waited_for_no_longer(
         assert len(manager.reported) == 1
 
 
+GLOO = "[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+
+
+def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+class Failing:
+    """Hooks that fail by an error of this kind."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def at_once(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        raise self.error
+
+    def later(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return done(bucket.buffer()).then(lambda of: self.at_once(state, bucket))
+
+    def by_itself(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_exception(self.error)
+        return future
+
+
+OWN = [ValueError("too long"), torch.OutOfMemoryError("none left"), RuntimeError("CUDA error: device-side assert")]
+
+
+@pytest.mark.parametrize("when", ["at_once", "later", "by_itself"])
+@pytest.mark.parametrize("error", OWN, ids=repr)
+def test_what_a_users_hook_raises_is_no_other_replicas_fault(error: BaseException, when: str) -> None:
+    manager, model = wrapped()
+    model.register_comm_hook(None, getattr(Failing(error), when))
+    manager._pg = group_of_one(CPU)
+    manager._reconfigure_pg(1, [])
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=str(error) if when != "by_itself" else "FD034"):
+        model(torch.ones(1, 4)).sum().backward()
+    assert manager.reported == []
+
+
+@pytest.mark.parametrize("when", ["at_once", "later"])
+def test_a_hook_that_passes_on_the_error_of_its_own_collective_has_lost_a_connection(when: str) -> None:
+    manager, model = wrapped()
+    model.register_comm_hook(None, getattr(Failing(RuntimeError(GLOO)), when))
+    manager._pg = group_of_one(CPU)
+    manager._reconfigure_pg(1, [])
+    model(torch.ones(1, 4)).sum().backward()
+    assert "Connection closed by peer" in str(manager.reported[0])
+
+
+@pytest.mark.parametrize("where", ["rebuild_buckets", "begin_window"])
+@pytest.mark.parametrize("error", [*OWN, MemoryError()], ids=repr)
+def test_what_fails_here_before_a_forward_is_no_other_replicas_fault(error: BaseException, where: str) -> None:
+    manager, model = wrapped()
+    manager._pg = group_of_one(CPU)
+    manager._reconfigure_pg(1, [])
+    model(torch.ones(1, 4)).sum().backward()
+    with patch.object(Engine, where, side_effect=error), pytest.raises(type(error)):
+        model(torch.ones(1, 4))
+    assert manager.reported == []
+
+
+@pytest.mark.parametrize(
+    "error", [dist.DistBackendError("reset"), RuntimeError("Gloo connectFullMesh failed")], ids=repr
+)
+def test_a_connection_that_is_lost_while_a_forward_begins_or_ends_ends_its_step(error: Exception) -> None:
+    manager, model = wrapped()
+    manager._pg = group_of_one(CPU)
+    for number, where in enumerate(("rebuild_buckets", "arm")):
+        manager._reconfigure_pg(number + 1, [])
+
+        def lose(*_: object) -> None:
+            together(fail, group=model.process_group)
+
+        def fail(*_: object, **__: object) -> None:
+            raise error
+
+        with patch.object(Engine, where, lose):
+            model(torch.ones(1, 4))
+        assert str(error) in str(manager.reported[number])
+
+
+@pytest.mark.parametrize("hook", ["none", "python"])
+@on_ranks(2)
+def test_a_replica_that_is_gone_is_told_of(hook: str, rank: int) -> None:
+    """Its connections are closed, by the end of its process or by the end of its group."""
+    group = dist.new_group([0, 1])
+    model = fastddp.DistributedDataParallel(nn.Linear(64, 64, bias=False), process_group=group)
+    if hook == "python":
+        model.register_comm_hook(group, in_python)
+    told: list[Any] = []
+    model.on_lost(told.append)
+    for _ in range(2):
+        model(torch.ones(1, 64)).sum().backward()
+    if rank == 1:
+        dist.destroy_process_group(group)
+        del model, group
+        gc.collect()
+    dist.barrier()
+    if rank == 0:
+        model(torch.ones(1, 64)).sum().backward()
+        assert len(told) == 1
+        with pytest.raises(dist.DistBackendError, match="FD052"):
+            model(torch.ones(1, 64))
+
+
+def in_python(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("differing", [0, 1])
+def test_the_replica_that_differs_raises_and_the_others_go_on(differing: int) -> None:
+    manager, model = wrapped()
+    manager.participating_rank = lambda: 0  # type: ignore[attr-defined]
+    manager._pg = group_of_one(CPU)
+    manager._reconfigure_pg(1, [])
+    raises = pytest.raises(RanksDiffer) if differing == 0 else nullcontext()
+    with patch.object(model, "regroup", side_effect=RanksDiffer("not the same", [differing])), raises:
+        model(torch.ones(1, 4))
+    assert len(manager.reported) == differing
+
+
 def test_errors_of_the_loop_stay_errors() -> None:
     manager, model = wrapped()
     manager._pg = group_of_one(CPU)
@@ -140,31 +270,72 @@ def test_groups_are_forgotten_with_their_model() -> None:
     assert len(dist.distributed_c10d._world.pg_map) == known
 
 
-PAGE = """
-<b>0:aa</b> <br/> Step: 3 <b>1:bb</b>
+PAGE = """HTTP/1.0 200 OK
+
+<div class='member'><b>0:aa</b> <br/> Step: 3 <b>1:b&amp;b c</b></div><b>bold</b>
 <li class="heartbeat"> 0:aa: seen 0.013242782s ago </li>
-<li class="heartbeat old"> 1:bb: seen 7.2s ago </li>
+<li id=1
+    class=old> 1:b&#38;b c: seen 7.2s ago </LI>
 <li class="heartbeat old"> 1:older: seen 900.1s ago </li>
 """
+ODD = {
+    "nothing": b"",
+    "no HTTP": b"hello\r\n",
+    "a short page": b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n<b>0:aa</b>",
+    "other letters": b"HTTP/1.0 200 OK\r\n\r\n\xff\xfe",
+    "another page": b"HTTP/1.0 200 OK\r\n\r\n<b>it works</b>",
+    "no number": b"HTTP/1.0 200 OK\r\n\r\n<b>0:aa</b><li>0:aa: seen longs ago</li>",
+    "elsewhere": b"HTTP/1.0 301 Moved\r\nLocation: http://nowhere.invalid/\r\n\r\n",
+}
+
+
+@contextmanager
+def answering(*answers: bytes) -> Iterator[str]:
+    """The address of a server that gives these answers, one after the other, and then none."""
+    with socket.create_server(("localhost", 0)) as server:
+
+        def serve() -> None:
+            for answer in answers:
+                connection = server.accept()[0]
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://localhost:{server.getsockname()[1]}/"
+        thread.join()
 
 
 def test_the_lighthouse_says_of_which_members_it_hears_nothing() -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(PAGE.encode())
+    with answering(PAGE.encode(), PAGE.encode()) as address:
+        lighthouse = Lighthouse(address)
+        assert lighthouse.silent(5.0) == ["1:b&b c"]
+        assert lighthouse.silent(8.0) == []
 
-        def log_message(self, *_: object) -> None:
-            pass
 
-    server = HTTPServer(("localhost", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    lighthouse = Lighthouse(f"http://localhost:{server.server_port}/")
-    assert lighthouse.silent(5.0) == ["1:bb"]
-    assert lighthouse.silent(8.0) == []
-    server.shutdown()
-    server.server_close()
+@pytest.mark.parametrize("odd", ODD)
+def test_after_an_odd_answer_the_lighthouse_is_asked_again_and_one_line_says_so(
+    odd: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with answering(ODD[odd], ODD[odd], ODD[odd], PAGE.encode()) as address:
+        lighthouse = Lighthouse(address)
+        assert lighthouse.silent(60.0) == []
+        assert caplog.messages == []  # it may come to itself
+        assert lighthouse.silent(0.0) == lighthouse.silent(0.0) == []
+        assert lighthouse.silent(5.0) == ["1:b&b c"]
+    [said] = caplog.messages
+    assert address in said
+
+
+@pytest.mark.parametrize("address", ["host:29510", "localhost", "//host:29510", "http://", "http:host:1", "/status"])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_what_torchft_takes_for_no_address_is_refused(
+    address: str, is_given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://localhost:1" if is_given else address)
+    with pytest.raises(ValueError, match=r"http://host:port.*FD054"):
+        wrapped(lighthouse=address if is_given else None)
 
 
 def test_replicas_are_named_by_their_numbers() -> None:
