@@ -72,4 +72,4 @@ def deliver(corruption: Corruption, to: OnCorruption) -> None:
     if callable(to):
         to(corruption)
     elif to is not None:
-        _log.error("%s", corruption)
+        _log.error("%s", CorruptionError(corruption))

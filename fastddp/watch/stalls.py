@@ -50,8 +50,8 @@ def watch_for_stalls(now: InForce, options: Watch) -> StallWatch | None:
     key = stall_key(now)
     store = dist.distributed_c10d._get_process_group_store(now.process_group)
     # A number that the ranks of this model share, and no others on their machines.
-    first = store.compare_set(f"{key}/job", "", f"{socket.gethostname()} {os.getpid()} {time.time_ns()}")
-    job = int.from_bytes(hashlib.blake2b(first, digest_size=8).digest(), "big")
+    first = store.compare_set("fastddp/job", "", f"{socket.gethostname()} {os.getpid()} {time.time_ns()}")
+    job = int.from_bytes(hashlib.blake2b(first + key.encode(), digest_size=8).digest(), "big")
     now.reducer.progress.belongs_to(job, sys.argv[0] if sys.argv else "", now.number.generation)
     models[now] = None
     _end_with_a_child()

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure
 
 from fastddp import Corruption, CorruptionError
+from fastddp.errors import see
 from fastddp.watch.error_file import leave_reports
 from repository import TESTS
 
@@ -74,13 +77,50 @@ def test_wrong_numbers_are_found_after_another_exception(file: Path, monkeypatch
     assert "Replicas differ." in shown(file)
 
 
-@pytest.mark.parametrize(("reports", "error"), [([STALL], None), ([""], ValueError("of the user's"))])
-def test_nothing_is_left_by_a_process_that_ends_well_or_of_which_nothing_is_known(
-    file: Path, monkeypatch: pytest.MonkeyPatch, reports: list[str], error: Exception | None
+def caused_by(error: BaseException) -> ValueError:
+    of_the_user = ValueError("in the loop")
+    of_the_user.__cause__ = error
+    return of_the_user
+
+
+OF_OTHERS = [
+    dist.DistNetworkError("broken pipe"),
+    RuntimeError("nobody comes" + see("FD015")),
+    RuntimeError("rank 1 raised" + see("FD010")),
+    RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
+]
+OWN = [ValueError("of the user's"), torch.OutOfMemoryError("none left"), RuntimeError("gradients" + see("FD005"))]
+
+
+@pytest.mark.parametrize("comes_last", [True, False])
+@pytest.mark.parametrize("follows", [*OF_OTHERS, *map(caused_by, OF_OTHERS)])
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_torchrun_calls_the_error_of_the_rank_that_has_raised_the_root_cause(
+    file: Path, monkeypatch: pytest.MonkeyPatch, own: Exception, follows: Exception, comes_last: bool, is_recorded: bool
+) -> None:
+    failures = {}
+    for rank, error in enumerate((follows, own) if comes_last else (own, follows)):
+        of_rank = file.with_name(f"{rank}.json")
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(of_rank))
+        dies_of(error, monkeypatch)
+        if is_recorded:
+            ErrorHandler().record_exception(error)
+        leave_reports([STALL] if error is follows else [])
+        failures[rank] = ProcessFailure(rank, pid=1, exitcode=1, error_file=str(of_rank))
+    _, root = ChildFailedError("train.py", failures).get_first_failure()
+    assert root.message["message"] == f"{type(own).__name__}: {own}"
+    signal = ProcessFailure(2, pid=1, exitcode=-9, error_file="none")  # it leaves no file
+    assert ChildFailedError("train.py", {0: failures[int(not comes_last)], 2: signal}).get_first_failure()[0] == 2
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
+def test_nothing_is_left_by_a_process_that_ends_well_or_is_told_to_end(
+    file: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None
 ) -> None:
     if error is not None:
         dies_of(error, monkeypatch)
-    leave_reports(reports)
+    leave_reports([STALL])
     assert not file.exists()
     file.write_text("no JSON")
     leave_reports([STALL])
