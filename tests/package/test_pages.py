@@ -5,6 +5,7 @@ CI or a test runs each command that a page shows, or CONTRIBUTING.md says otherw
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -38,6 +39,19 @@ def test_links_of_the_readme_lead_somewhere() -> None:
         target = (ROOT / name).resolve() if name else README
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_scripts_that_pages_show_are_whole() -> None:
+    """A formatter of Python that finds the line of an include in a fence of Python makes an expression of it."""
+    shown = []
+    for page in (ROOT / "docs").glob("*.md"):
+        for line in re.findall(r"^.*8 *<.*$", page.read_text(), re.MULTILINE):
+            include = re.fullmatch(r'--8<-- "(examples/[\w/]+\.py)(?::(\d+))?"', line)
+            assert include is not None, (page.name, line)
+            shown.append(include[1])
+            docstring, code, *_ = ast.parse((ROOT / include[1]).read_text()).body
+            assert int(include[2] or 1) in (docstring.lineno, code.lineno), (page.name, line)
+    assert {"examples/recipes/restarts.py", "examples/recipes/in_process.py"} <= {*shown}
 
 
 def test_the_readme_takes_no_longer_than_800_words() -> None:
