@@ -4,7 +4,6 @@
 
 #include <future>
 #include <new>
-#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -27,19 +26,6 @@ bool is_of_pair(const c10d::Work& work) {
 // Null, too, for all works of a process group written in Python: they are of an unknown kind.
 c10::intrusive_ptr<c10::ivalue::Future> awaited_future(c10d::Work& work) {
   return work.retrieveOpType() == c10d::OpType::UNKNOWN ? nullptr : future_of(work);
-}
-
-// Of the exception that is being handled: note [Whose error it is].
-bool is_of_network(bool by_user) {
-  try {
-    throw;
-  } catch (const c10::Error& error) {
-    return dynamic_cast<const c10::DistError*>(&error) != nullptr;
-  } catch (const std::bad_alloc&) {
-    return false;
-  } catch (const std::exception& error) {
-    return !by_user || std::string_view(error.what()).find("gloo/transport/") != std::string_view::npos;
-  }
 }
 
 }  // namespace
@@ -91,18 +77,24 @@ void Interruption::bury(Groups groups, std::shared_ptr<const void> memory) {
 }
 
 void Interruption::rethrow_explained(bool by_user) {
-  if (!is_of_network(by_user)) throw;
-  std::string why;
-  if (of_this_thread != nullptr) {
-    const std::lock_guard lock(of_this_thread->explaining_);
-    if (of_this_thread->explain_) why = of_this_thread->explain_();
-  }
+  std::string what;
   try {
     throw;
+  } catch (const c10::Error& error) {
+    if (dynamic_cast<const c10::DistError*>(&error) == nullptr) throw;
+    what = in_words(error);
+  } catch (const std::bad_alloc&) {
+    throw;
   } catch (const std::exception& error) {
-    if (!why.empty()) why = "\n" + why + see("FD015");
-    TORCH_CHECK_WITH(DistBackendError, false, in_words(error), why);
+    what = error.what();
+    if (by_user && what.find("gloo/transport/") == std::string::npos) throw;
   }
+  if (of_this_thread != nullptr) {
+    const std::lock_guard lock(of_this_thread->explaining_);
+    const auto why = of_this_thread->explain_ ? of_this_thread->explain_() : "";
+    if (!why.empty()) what += "\n" + why + see("FD015");
+  }
+  TORCH_CHECK_WITH(DistBackendError, false, what);
 }
 
 void Interruption::check() const {

@@ -39,10 +39,10 @@ c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work);
 // group of which a collective may be on its way, when nobody else holds it. The process can end meanwhile.
 //
 // Note [Whose error it is]
-// Where a backend raises, a connection is lost, and the error becomes a c10::DistError, since gloo's have no class. By that class
-// everybody knows that other ranks are to blame, in Python too (dist.DistError). What torch checks, memory that is not there and
-// a device that fails are other c10::Errors or std::bad_alloc: this rank's own. So is what a user's hook raises, unless it passes on
-// gloo's error, which callbacks make a text of.
+// Where a backend raises, a connection is lost, and the error becomes a c10::DistError, since gloo's have no class. That class says,
+// in Python too (dist.DistError), that other ranks are to blame. What torch checks, memory that is not there and a device that fails
+// are other c10::Errors or std::bad_alloc, and this rank's own. So is what a user's hook raises, unless it passes on gloo's error, of
+// which callbacks make a text.
 
 // A work of which users' code decides how it ends.
 struct RunsUsersCode {};

@@ -1,9 +1,11 @@
 """Survives `kill -9` of any rank: torchrun starts all ranks again, from the last checkpoint, bit for bit.
 
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 torchrun --nproc-per-node=2 --max-restarts=10 examples/recipes/restarts.py checkpoints
 """
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -16,7 +18,7 @@ from fastddp.comm_hooks import BlockState, int8_compress_hook
 
 folder = Path(sys.argv[1])
 folder.mkdir(exist_ok=True)
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=timedelta(minutes=2))
 rank = dist.get_rank()
 torch.manual_seed(0)
 module = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))

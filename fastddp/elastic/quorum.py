@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fastddp")
 _numbers = itertools.count(1)
 _TIMEOUT = timedelta(seconds=60)
+_MANY = 50  # answers that do not come or cannot be read, of ten a second at most
 
 
 def check_manager(manager: Manager) -> None:
@@ -137,8 +137,7 @@ class Lighthouse:
 
     def __init__(self, address: str | None) -> None:
         self._address = address or os.environ.get("TORCHFT_LIGHTHOUSE")
-        self._fails_since: float | None = None
-        self._is_said = False
+        self._failures = 0  # in a row
         parts = urlsplit(self._address or "http://nobody")
         self._place = parts.netloc
         if not parts.scheme or not parts.netloc:
@@ -156,18 +155,17 @@ class Lighthouse:
             if not page.seen:
                 raise ValueError("a page without heartbeats")
         except Exception as error:  # whoever it is that answers
-            self._note_failure(error, seconds)
+            self._failures += 1
+            if self._failures == _MANY:
+                _log.warning(
+                    "torchft's lighthouse does not answer at %s (%r). Until it does, replicas that hang are waited for "
+                    "until the process group's time-out.",
+                    self._address,
+                    error,
+                )
             return []
-        self._fails_since = None
+        self._failures = 0
         return [replica for replica, ago in page.seen.items() if replica in page.members and ago > seconds]
-
-    def _note_failure(self, error: Exception, seconds: float) -> None:
-        now = time.monotonic()
-        self._fails_since = self._fails_since or now
-        if now >= self._fails_since + seconds and not self._is_said:
-            self._is_said = True
-            what = f"torchft's lighthouse does not answer at {self._address} ({type(error).__name__}: {error})."
-            _log.warning("%s Until it does, replicas that hang are waited for until the group's time-out.", what)
 
 
 class _Status(HTMLParser):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fastddp import ddp
-from fastddp._C import Lost
 from fastddp.elastic.quorum import Lighthouse, Quorum, check_manager, forget, group_of_one, names
 from fastddp.errors import see
 from fastddp.module.replicas import RanksDiffer
@@ -65,7 +64,8 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         self._quorum = Quorum(manager, device)
         self._followed = 0  # number of the quorum
         self._is_out = False  # this step has no other replicas
-        self.on_lost(_teller(manager))
+        of_manager: Any = weakref.ref(manager)  # which may hold the model
+        self.on_lost(lambda lost: of_manager().report_error(dist.DistBackendError(lost.what)))
         _end_waits_for_the_silent(self, asked, heartbeat)
 
     def _begin(self, synchronises: bool, grad_enabled: bool) -> None:
@@ -115,16 +115,6 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
             forget(self.process_group)
 
 
-def _teller(manager: Manager) -> Any:
-    of_manager = weakref.ref(manager)
-
-    def tell(lost: Lost) -> None:
-        if (manager := of_manager()) is not None:
-            manager.report_error(dist.DistBackendError(lost.what))
-
-    return tell
-
-
 def _end_waits_for_the_silent(model: DistributedDataParallel, lighthouse: Lighthouse, heartbeat: float) -> None:
     """In a thread, while the model lives: end its waits for replicas of which the lighthouse hears nothing.
 
@@ -133,13 +123,10 @@ def _end_waits_for_the_silent(model: DistributedDataParallel, lighthouse: Lighth
     waits, is_gone = model._waits, threading.Event()
     weakref.finalize(model, is_gone.set)
 
-    def look() -> None:
-        seconds, end = waits.look()
-        if seconds > _LOOK and (silent := lighthouse.silent(heartbeat)):
-            end(f"fastddp: the lighthouse has not heard of {names(silent)} for {heartbeat:g} s." + see("FD015"))
-
     def run() -> None:
         while not is_gone.wait(_LOOK):
-            look()
+            seconds, end = waits.look()
+            if seconds > _LOOK and (silent := lighthouse.silent(heartbeat)):
+                end(f"fastddp: the lighthouse has not heard of {names(silent)} for {heartbeat:g} s." + see("FD015"))
 
     threading.Thread(target=run, name="fastddp elastic", daemon=True).start()

@@ -19,7 +19,7 @@ from torch import nn
 
 import fastddp
 from fastddp import elastic
-from fastddp.elastic.quorum import Lighthouse, Quorum, group_of_one
+from fastddp.elastic.quorum import _MANY, Lighthouse, Quorum, group_of_one
 from fastddp.engine import Engine
 from fastddp.module.replicas import RanksDiffer
 from fastddp.ranks.together import together
@@ -318,14 +318,14 @@ def test_the_lighthouse_says_of_which_members_it_hears_nothing() -> None:
 def test_after_an_odd_answer_the_lighthouse_is_asked_again_and_one_line_says_so(
     odd: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with answering(ODD[odd], ODD[odd], ODD[odd], PAGE.encode()) as address:
+    good = PAGE.encode()
+    with answering(*[ODD[odd]] * (_MANY - 1), good, *[ODD[odd]] * (_MANY + 1), good) as address:
         lighthouse = Lighthouse(address)
-        assert lighthouse.silent(60.0) == []
-        assert caplog.messages == []  # it may come to itself
-        assert lighthouse.silent(0.0) == lighthouse.silent(0.0) == []
-        assert lighthouse.silent(5.0) == ["1:b&b c"]
-    [said] = caplog.messages
-    assert address in said
+        assert [lighthouse.silent(5.0) for _ in range(_MANY)] == [[]] * (_MANY - 1) + [["1:b&b c"]]
+        assert caplog.messages == []  # it has come to itself
+        assert [lighthouse.silent(5.0) for _ in range(_MANY + 2)] == [[]] * (_MANY + 1) + [["1:b&b c"]]
+        [said] = caplog.messages
+        assert address in said
 
 
 @pytest.mark.parametrize("address", ["host:29510", "localhost", "//host:29510", "http://", "http:host:1", "/status"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -94,24 +95,37 @@ OWN = [ValueError("of the user's"), torch.OutOfMemoryError("none left"), Runtime
 
 @pytest.mark.parametrize("comes_last", [True, False])
 @pytest.mark.parametrize("follows", [*OF_OTHERS, *map(caused_by, OF_OTHERS)])
-@pytest.mark.parametrize("own", OWN)
-@pytest.mark.parametrize("is_recorded", [True, False])
 def test_torchrun_calls_the_error_of_the_rank_that_has_raised_the_root_cause(
-    file: Path, monkeypatch: pytest.MonkeyPatch, own: Exception, follows: Exception, comes_last: bool, is_recorded: bool
+    file: Path, monkeypatch: pytest.MonkeyPatch, follows: Exception, comes_last: bool
+) -> None:
+    for own, is_recorded in itertools.product(OWN, (True, False)):
+        ranks = (follows, own) if comes_last else (own, follows)
+        check_root(file, monkeypatch, ranks, own, int(not comes_last), is_recorded)
+
+
+def check_root(
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: tuple[Exception, Exception],
+    own: Exception,
+    follower: int,
+    is_recorded: bool,
 ) -> None:
     failures = {}
-    for rank, error in enumerate((follows, own) if comes_last else (own, follows)):
+    for rank, error in enumerate(ranks):
         of_rank = file.with_name(f"{rank}.json")
+        of_rank.unlink(missing_ok=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(of_rank))
         dies_of(error, monkeypatch)
         if is_recorded:
             ErrorHandler().record_exception(error)
-        leave_reports([STALL] if error is follows else [])
+        leave_reports([STALL] if rank == follower else [])
         failures[rank] = ProcessFailure(rank, pid=1, exitcode=1, error_file=str(of_rank))
     _, root = ChildFailedError("train.py", failures).get_first_failure()
-    assert root.message["message"] == f"{type(own).__name__}: {own}"
+    message: Any = root.message
+    assert message["message"] == f"{type(own).__name__}: {own}"
     signal = ProcessFailure(2, pid=1, exitcode=-9, error_file="none")  # it leaves no file
-    assert ChildFailedError("train.py", {0: failures[int(not comes_last)], 2: signal}).get_first_failure()[0] == 2
+    assert ChildFailedError("train.py", {0: failures[follower], 2: signal}).get_first_failure()[0] == 2
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
