@@ -172,6 +172,7 @@ void bind_kernels(py::module_& m) {
       .def(py::init([](c10::Device device, bool trial) { return make_low_rank_kernels(device, purpose(trial)); }),
            py::arg("device"), py::arg("trial") = false)
       .def_static("of_operators", &make_aten_low_rank_kernels, "Those made of torch's operators.")
+      .def_static("of_vectors", &make_cpu_low_rank_kernels, py::arg("most_bits"), "As Block8Kernels.of_vectors.")
       .def(
           "compress",
           [](LowRankKernels& kernels, const std::vector<GivenMatrix>& matrices, double scale, const OptionalTensors& before) {

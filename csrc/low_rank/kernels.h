@@ -31,6 +31,11 @@ struct Basis {
   uint64_t number;     // gives each basis its own random numbers
 };
 
+// Note [The same product on all ranks]
+// Each rank sends P and Q of its own gradients, and computes by itself what follows from their sums: bases and the product, which
+// is the gradient. Replicas drift apart if it differs in one bit. So on the CPU all implementations round after each multiplication
+// and each addition there, in one order of additions, whatever the processor has. compress() and project() may fuse both.
+
 // One call does all matrices of a bucket. Elements are read and written once: M costs 28 bytes an element in all.
 class LowRankKernels : public CallsKernels {
  public:
@@ -56,7 +61,8 @@ constexpr const char* kNoGradient = "fastddp: no gradient to reconstruct into";
 // The kernels that fit the device, as make_kernels().
 std::unique_ptr<LowRankKernels> make_low_rank_kernels(c10::Device device, Purpose purpose = Purpose::training);
 
-std::unique_ptr<LowRankKernels> make_cpu_low_rank_kernels();   // one pass each, vectorised, spread over at::parallel_for
+// One pass each, over at::parallel_for, with vectors of at most so many bits.
+std::unique_ptr<LowRankKernels> make_cpu_low_rank_kernels(int64_t most_vector_bits = 512);
 std::unique_ptr<LowRankKernels> make_aten_low_rank_kernels();  // torch's operators, on every device
 
 // The seed of the random vectors of one basis.

@@ -22,7 +22,7 @@ constexpr int64_t kColumnTile = 2048;  // columns of q whose accumulators stay i
 // One matrix by plain pointers. T: the gradient's type. C: the type of P, Q and all arithmetic.
 template <typename T, typename C>
 struct View {
-  explicit View(const LowRankMatrix& matrix)
+  View(const LowRankMatrix& matrix, bool vectorises)
       : rows(matrix.p.size(0)),
         columns(matrix.q.size(1)),
         rank(static_cast<int>(matrix.q.size(0))),
@@ -31,15 +31,7 @@ struct View {
         before(matrix.before.defined() ? matrix.before.data_ptr<T>() : nullptr),
         p(matrix.p.data_ptr<C>()),
         q(matrix.q.data_ptr<C>()),
-        vector_columns(vectorised() ? columns / kColumnsAtOnce * kColumnsAtOnce : 0) {}
-
-  static bool vectorised() {
-#if defined(__x86_64__)
-    return std::is_same_v<C, float> && has_fma();
-#else
-    return false;
-#endif
-  }
+        vector_columns(vectorises && std::is_same_v<C, float> ? columns / kColumnsAtOnce * kColumnsAtOnce : 0) {}
 
   T* m() const { return memory != nullptr ? memory : gradient; }
 
@@ -177,16 +169,16 @@ void reconstruct_row(const View<T, C>& view, int64_t row, Measured& measured) {
 }
 
 template <typename Function>
-void dispatch(const LowRankMatrix& matrix, const Function& function) {
+void dispatch(const LowRankMatrix& matrix, bool vectorises, const Function& function) {
   switch (matrix.gradient.defined() ? matrix.gradient.scalar_type() : matrix.memory.scalar_type()) {
     case at::kFloat:
-      return function(View<float, float>(matrix));
+      return function(View<float, float>(matrix, vectorises));
     case at::kHalf:
-      return function(View<c10::Half, float>(matrix));
+      return function(View<c10::Half, float>(matrix, vectorises));
     case at::kBFloat16:
-      return function(View<c10::BFloat16, float>(matrix));
+      return function(View<c10::BFloat16, float>(matrix, vectorises));
     case at::kDouble:
-      return function(View<double, double>(matrix));
+      return function(View<double, double>(matrix, vectorises));
     default:
       TORCH_CHECK_VALUE(false, "fastddp: PowerSGD compresses fp32, fp16, bf16 and fp64 gradients only");
   }
@@ -200,9 +192,11 @@ void for_rows(const View& view, const Function& function) {
 
 class CpuLowRankKernels : public LowRankKernels {
  public:
+  explicit CpuLowRankKernels(bool vectorises) : vectorises_(vectorises) {}
+
   void compress(const std::vector<LowRankMatrix>& matrices, double scale) override {
     for (const auto& matrix : matrices) {
-      dispatch(matrix, [&](const auto& view) {
+      dispatch(matrix, vectorises_, [&](const auto& view) {
         for_rows(view, [&](int64_t begin, int64_t end) {
           for (auto row = begin; row < end; ++row) compress_row(view, row, static_cast<std::decay_t<decltype(*view.p)>>(scale));
         });
@@ -212,7 +206,7 @@ class CpuLowRankKernels : public LowRankKernels {
 
   void project(const std::vector<LowRankMatrix>& matrices, double scale) override {
     for (const auto& matrix : matrices) {
-      dispatch(matrix, [&](const auto& view) {
+      dispatch(matrix, vectorises_, [&](const auto& view) {
         // A tile is whole vectors. It has fewer columns if the rank is high or there are many threads.
         const auto share = (view.columns + at::get_num_threads() - 1) / at::get_num_threads();
         const auto most = std::min(kColumnTile * 4 / std::max(view.rank, 4), share);
@@ -231,7 +225,7 @@ class CpuLowRankKernels : public LowRankKernels {
     SumInOrder all;
     for (const auto& matrix : matrices) {
       TORCH_CHECK(matrix.gradient.defined(), kNoGradient);
-      dispatch(matrix, [&](const auto& view) {
+      dispatch(matrix, vectorises_, [&](const auto& view) {
         for_rows(view, [&](int64_t begin, int64_t end) {
           Measured part;
           for (auto row = begin; row < end; ++row) reconstruct_row(view, row, part);
@@ -247,12 +241,15 @@ class CpuLowRankKernels : public LowRankKernels {
       for (auto i = begin; i < end; ++i) orthogonalise_on_cpu(bases[i], epsilon, refill);
     });
   }
+
+ private:
+  const bool vectorises_;
 };
 
 }  // namespace
 
-std::unique_ptr<LowRankKernels> make_cpu_low_rank_kernels() {
-  return std::make_unique<CpuLowRankKernels>();
+std::unique_ptr<LowRankKernels> make_cpu_low_rank_kernels(int64_t most_vector_bits) {
+  return std::make_unique<CpuLowRankKernels>(most_vector_bits >= 256 && has_fma());
 }
 
 }  // namespace fastddp

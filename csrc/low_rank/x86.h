@@ -11,15 +11,18 @@ namespace fastddp {
 
 constexpr int64_t kColumnsAtOnce = 16;
 
+inline bool has_fma() {
+#if defined(__x86_64__)
+  static const bool supported = has_avx2() && __builtin_cpu_supports("fma");
+  return supported;
+#else
+  return false;
+#endif
+}
+
 #if defined(__x86_64__)
 
 #define FASTDDP_FMA __attribute__((target("avx2,fma,f16c")))
-
-inline bool has_fma() {
-  static const bool supported =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  return supported;
-}
 
 // Replaces numbers that are not finite by zero.
 FASTDDP_FMA inline __m256 finite_or_zero(__m256 x) {
@@ -109,7 +112,8 @@ FASTDDP_FMA void product_row(T* gradient, T* memory, const float* p, int rank, c
     for (int c = 0; c < vectors; ++c) {
       const auto factor = _mm256_broadcast_ss(p + c);
       const auto row = load16(q + c * q_stride + j);
-      sum = {_mm256_fmadd_ps(factor, row.low, sum.low), _mm256_fmadd_ps(factor, row.high, sum.high)};
+      // Not fused: note [The same product on all ranks], kernels.h.
+      sum = {_mm256_add_ps(sum.low, _mm256_mul_ps(factor, row.low)), _mm256_add_ps(sum.high, _mm256_mul_ps(factor, row.high))};
     }
     store16<kStream>(gradient + j, sum.low, sum.high);
     if constexpr (!std::is_same_v<T, float>) sum = load16(gradient + j);  // as rounded to T

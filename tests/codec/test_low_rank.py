@@ -156,6 +156,24 @@ def test_large_gradients_are_written_past_the_caches(kernels: Kernels, shift: in
     check(kernels, [(500, 640, 4)], torch.float32, shift)
 
 
+@DTYPES
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 9])
+def test_what_all_ranks_compute_has_the_same_bits_on_every_processor(dtype: torch.dtype, rank: int) -> None:
+    """From equal P and Q. A rank's vectors may be another one's."""
+    shapes = [(9, 9), (17, 136), (30, 1027)]
+
+    def found(kernels: _C.LowRankKernels) -> list[Tensor]:
+        matrices = [Matrix(*shape, rank, dtype) for shape in shapes]
+        kernels.orthogonalise([m.p for m in matrices])
+        kernels.orthogonalise([m.q.T for m in matrices], refill=3)
+        kernels.reconstruct([m.parts for m in matrices])
+        return [part for m in matrices for part in m.parts]
+
+    widest = found(ON_CPU)
+    for bits in (0, 256):
+        assert all(same_bits(*pair) for pair in zip(found(_C.LowRankKernels.of_vectors(bits)), widest, strict=True))
+
+
 def test_several_matrices_and_threads_give_the_same_bits() -> None:
     def window(threads: int) -> tuple[Tensor, Tensor]:
         torch.set_num_threads(threads)
