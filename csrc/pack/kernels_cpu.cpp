@@ -161,13 +161,13 @@ class Runs {
   void add_zeros(const at::Tensor& destination) { append(nullptr, nullptr, destination, 0, 0); }
 
   void move(double scale) const {
-    for_all([&](const Run& run, int64_t first, int64_t count) { run.move(first, count, scale, past_caches(run, count)); });
+    for_all([&](const Run& run, int64_t first, int64_t count) { run.move(first, count, scale, past_caches(run)); });
   }
 
   // The same, and measures each source's values before they are scaled.
   void move_and_measure(double scale, SumInOrder& sums) const {
     for_all([&](const Run& run, int64_t first, int64_t count) {
-      const auto past = past_caches(run, count);
+      const auto past = past_caches(run);
       if (run.loops == nullptr) return run.move(first, count, scale, past);
       auto* const destination = run.destination + first * run.destination_size;
       const auto* const source = run.source_at(first);
@@ -181,7 +181,7 @@ class Runs {
       Measured part;
       for (auto begin = first; begin < first + count; begin += kBlock) {
         const auto length = std::min(kBlock, first + count - begin);
-        if (copies) run.move(begin, length, 1.0, past_caches(run, count));
+        if (copies) run.move(begin, length, 1.0, past_caches(run));
         part += run.loops->measure(run.source_at(begin), length);
       }
       sums.add(run.source_at(first), part, run.member);
@@ -189,16 +189,17 @@ class Runs {
   }
 
  private:
-  // Calls `work` for pieces of runs. Every thread gets about as many elements.
+  // Calls `work` for pieces of runs. Every thread gets about as many elements: the blocks that begin among them, so that sums over
+  // blocks are the same however many threads there are.
   template <typename Work>
   void for_all(const Work& work) const {
     at::parallel_for(0, total_, kGrain, [&](int64_t begin, int64_t end) {
       auto run = std::upper_bound(runs_.begin(), runs_.end(), begin,
                                   [](int64_t element, const Run& other) { return element < other.begin; });
       for (--run; run != runs_.end() && run->begin < end; ++run) {
-        const auto first = std::max(begin, run->begin) - run->begin;
-        const auto last = std::min(end - run->begin, run->count);
-        work(*run, first, last - first);
+        const auto first = blocks_before(std::max(begin, run->begin) - run->begin);
+        const auto last = std::min(blocks_before(end - run->begin), run->count);
+        if (first < last) work(*run, first, last - first);
       }
     });
   }
@@ -212,9 +213,12 @@ class Runs {
   }
 
   // Note [Stores past the caches]
-  static bool past_caches(const Run& run, int64_t count) {
-    return count * run.destination_size >= kStreamFromBytes && run.source != run.destination;
+  static bool past_caches(const Run& run) {
+    return run.count * run.destination_size >= kStreamFromBytes && run.source != run.destination;
   }
+
+  // Of the blocks that begin before an element of a run: where the last one ends.
+  static int64_t blocks_before(int64_t element) { return (element + kBlock - 1) / kBlock * kBlock; }
 
   std::vector<Run> runs_;
   int64_t total_ = 0;

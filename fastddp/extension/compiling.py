@@ -33,6 +33,8 @@ _SUFFIX = EXTENSION_SUFFIXES[0]  # as in .cpython-311-x86_64-linux-gnu.so
 # -g0: Python's own flags bring -g, which doubles the time to compile and makes objects 30 times as large.
 _FLAGS = "-std=c++20 -O3 -g0 -DNDEBUG -fPIC -fwrapv -fvisibility=hidden -Wall -Wextra -Wno-unused-parameter"
 _SAME_BITS = "-ffp-contract=off"  # on each processor
+# at::parallel_for is a plain loop without it. It is not for linking: the process has torch's OpenMP, and one is enough.
+_THREADS = "-fopenmp"
 # torch's headers call this function, which GCC links, from 12 on, in a version that the libstdc++ of RHEL 9 lacks.
 _BEFORE = """\
 __asm__(".symver _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE, "
@@ -172,6 +174,12 @@ def _compiler() -> str:
     return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), "c++")
 
 
+def _threads() -> str:
+    """Clang calls functions that torch's OpenMP, which is GCC's, need not have."""
+    said = subprocess.run([*shlex.split(_compiler()), "--version"], capture_output=True, text=True).stdout
+    return "" if "clang" in said else _THREADS
+
+
 def _units(work: Path) -> list[str]:
     """Write files that include the sources of one folder or more: what is compiled.
 
@@ -207,7 +215,7 @@ def _recipe(torch: Torch, units: list[str], nvtx: list[str]) -> str:
     ]
     includes = " ".join([f"-I{_quoted(SOURCES)}", *(f"-isystem {_quoted(path)}" for path in others)])
     libraries = " ".join([f"-L{_quoted(torch.folder / 'lib')}", *(f"-l{name}" for name in _LIBRARIES)])
-    of_torch = f"{_SAME_BITS} -DTORCH_API_INCLUDE_EXTENSION_H -DTORCH_EXTENSION_NAME=_C -include before.h"
+    of_torch = f"{_SAME_BITS} {_threads()} -DTORCH_API_INCLUDE_EXTENSION_H -DTORCH_EXTENSION_NAME=_C -include before.h"
     lines = [
         f"compiler = {_compiler().replace('$', '$$')}",
         f"flags = {_FLAGS} {includes}",

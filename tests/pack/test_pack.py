@@ -4,9 +4,12 @@ import doctest
 import itertools
 import math
 import mmap
+import re
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -351,6 +354,54 @@ def test_how_elements_are_split_over_threads_does_not_show(sizes: list[int], abs
         check(TWIN, lambda: Bucket(specs, torch.float32, torch.bfloat16), 0.25)
     finally:
         torch.set_num_threads(before)
+
+
+def test_kernels_use_the_threads_of_torch() -> None:
+    """A thread that computes in parallel for the first time gets helpers of its own."""
+    elements = 1 << 18
+    gradient, wire, bytes_ = (
+        torch.ones(elements),
+        torch.empty(elements),
+        torch.empty(elements * 33 // 32, dtype=torch.uint8),
+    )
+    square, thin = gradient.view(512, 512), torch.ones(512, 1)
+    cpu = torch.device("cpu")
+    calls: dict[str, Callable[[], object]] = {
+        "pack": lambda: _C.Kernels(cpu).pack([gradient], [wire], 0.5),
+        "low_rank": lambda: _C.LowRankKernels(cpu).compress([(square, None, thin, thin.view(1, 512))]),
+        "block8": lambda: _C.Block8Kernels("int8", 128, cpu).encode([(gradient, 0)], None, bytes_),
+    }
+    helpers: dict[str, int] = {}
+
+    def count(name: str) -> None:
+        torch.set_num_threads(3)
+        before = {*Path("/proc/self/task").iterdir()}
+        calls[name]()
+        helpers[name] = len({*Path("/proc/self/task").iterdir()} - before)
+
+    for name in calls:
+        thread = threading.Thread(target=count, args=[name])
+        thread.start()
+        thread.join()
+    assert helpers == dict.fromkeys(calls, 2)
+    maps = Path("/proc/self/maps").read_text()
+    assert len({line.split()[-1] for line in maps.splitlines() if re.search(r"lib[gi]?omp\S*\.so", line)}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=named)
+def test_sums_are_the_same_however_many_threads_there_are(dtype: torch.dtype) -> None:
+    """But for the last bit of fp64."""
+    sizes, before, found = [70_001, 8191, 600_000], torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            gradients = [random_values(size, dtype, size) for size in sizes]
+            wire = torch.zeros(sum(sizes))
+            sums = TWIN.pack_measuring(gradients, wire.split(sizes), 0.3)
+            found.append([*sums, TWIN.measure(wire), TWIN.unpack(gradients, wire.split(sizes))])
+    finally:
+        torch.set_num_threads(before)
+    assert all(sums == [pytest.approx(one, rel=1e-14) for one in found[0]] for sums in found[1:])
 
 
 # --- Offsets beyond 2^31 ---
