@@ -33,8 +33,10 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
 // What a rank waits for on other ranks' outboxes.
 class Look : public c10d::Work {
  public:
-  Look(std::vector<RemoteRank> at, uint64_t meeting, std::chrono::milliseconds timeout, const char* name = nullptr)
-      : Work(-1, c10d::OpType::RECV, name), at_(std::move(at)), meeting_(meeting), timeout_(timeout) {}
+  // In profiles it has the name, if it has one, and the shape of the wire.
+  Look(std::vector<RemoteRank> at, uint64_t meeting, std::chrono::milliseconds timeout, const char* name = nullptr,
+       const at::Tensor& wire = {})
+      : Work(-1, c10d::OpType::RECV, name, std::vector{wire}), at_(std::move(at)), meeting_(meeting), timeout_(timeout) {}
 
   // True also if nothing will come: then wait() raises.
   bool isCompleted() override {
@@ -138,7 +140,8 @@ class Reads : public Owners {
     const bool reads = owns_a_shard() && shards[level_.place].numel() > 0;
     const auto owners = with_elements(shards);
     const auto add = [this, shards, sum, bucket = piece.bucket](const auto& from) { add_up(bucket, from, shards, sum); };
-    start(round, piece, shards, {reads ? others(level_.ranks.size()) : Places(), level_.place, add},
+    const auto& name = sum.is_last ? kReduceScatter : kAllReduce;
+    start(round, piece, shards, {name, reads ? others(level_.ranks.size()) : Places(), level_.place, add},
           sum.is_last ? owners : Places());
   }
 
@@ -155,14 +158,23 @@ class Reads : public Owners {
                   [&](int64_t begin, int64_t count) { from[i].read(begin, shard.narrow(0, begin, count)); });
       }
     };
-    start(round, piece, shards, {owners, std::nullopt, copy}, lends ? others(level_.ranks.size()) : Places());
+    start(round, piece, shards, {kAllGather, owners, std::nullopt, copy}, lends ? others(level_.ranks.size()) : Places());
   }
 
  private:
   using Places = std::vector<size_t>;
 
+  // The collective in whose place a rank reads: what launches it, and what runs, in profiles of gloo's. An allreduce ends with an
+  // all-gather.
+  struct Name {
+    const char *launch, *run;
+  };
+  static constexpr Name kAllReduce{"c10d::allreduce_", "gloo:all_reduce"}, kAllGather{"c10d::allgather_", "gloo:all_gather"},
+      kReduceScatter{"c10d::reduce_scatter_", "gloo:reduce_scatter"};
+
   // Whose memory this rank reads, which shard there (none: their own), and what it does with that.
   struct Plan {
+    Name name;
     Places from;
     std::optional<size_t> shard;
     std::function<void(const std::vector<Remote>&)> read;
@@ -170,8 +182,8 @@ class Reads : public Owners {
 
   class Reading : public Look {
    public:
-    Reading(const Reads& reads, uint64_t meeting, uint64_t tag, const Shards& shards, Plan plan)
-        : Look(reads.ranks_at(plan.from), meeting, reads.timeout_, "gloo:recv"),
+    Reading(const Reads& reads, uint64_t meeting, uint64_t tag, const at::Tensor& wire, const Shards& shards, Plan plan)
+        : Look(reads.ranks_at(plan.from), meeting, reads.timeout_, plan.name.run, wire),
           outbox_(reads.outbox_),
           tag_(tag),
           plan_(std::move(plan)) {
@@ -209,8 +221,8 @@ class Reads : public Owners {
     if (plan.from.empty()) {
       outbox_.end(meeting);
     } else {
-      RECORD_FUNCTION("c10d::recv_", std::vector<c10::IValue>());  // in traces it is the message in whose place it is
-      piece.works.push_back(c10::make_intrusive<Reading>(*this, meeting, tag, shards, std::move(plan)));
+      RECORD_FUNCTION(plan.name.launch, std::vector<c10::IValue>());
+      piece.works.push_back(c10::make_intrusive<Reading>(*this, meeting, tag, piece.wire, shards, std::move(plan)));
     }
     if (!acks_from.empty()) piece.acks.push_back(c10::make_intrusive<Acks>(ranks_at(acks_from), meeting, timeout_));
   }

@@ -68,10 +68,15 @@ def test_of_collectives(tmp_path: Path, which: str) -> None:
     assert collectives(seen(tmp_path, trace).recording) == expected
 
 
-def test_messages_over_gloo_take_nothing_from_what_their_thread_computes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launch", "run"), [("recv_", "recv"), ("allreduce_", "all_reduce"), ("allgather_", "all_gather")]
+)
+def test_messages_over_gloo_and_reads_take_nothing_from_what_their_thread_computes(
+    tmp_path: Path, launch: str, run: str
+) -> None:
     """They are recorded on the thread that launched them, which goes on meanwhile."""
     trace = ChromeTrace().steps(0, 100).operator(10, 60, thread=LAUNCHER)
-    trace.operator(20, 20, "c10d::recv_", thread=LAUNCHER).range(20, 50, "gloo:recv", LAUNCHER)
+    trace.operator(20, 20, f"c10d::{launch}", thread=LAUNCHER).range(20, 50, f"gloo:{run}", LAUNCHER)
     found = seen(tmp_path, trace)
     assert found.splits == [Split(compute=20, overlapped=30, exposed=0, idle=50)]
     assert "Messages between pairs of ranks" in found.recording.notes[0]

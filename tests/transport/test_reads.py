@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import time
@@ -125,6 +126,28 @@ def test_large_gradients_are_read_in_place_of_an_allreduce(
                 model(rank + 1.0).backward()
     assert torch.equal(model.module.weight.grad, torch.full((elements,), 1.5, dtype=dtype))
     assert (traffic.messages, len(traffic.sums)) == ([], 0 if read else 1)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+@on_ranks(2)
+def test_a_profile_shows_the_collectives_in_whose_place_ranks_read(rank: int, sharded: bool) -> None:
+    with by_reads():
+        model = fastddp.DistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)), bucket_cap_mb=0.001)
+        optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1) if sharded else None
+        for step in range(4):
+            with torch.autograd.profiler.profile(step == 3, record_shapes=True) as profile:
+                model(torch.ones(1, 8)).sum().backward()
+                if optimizer is not None:
+                    optimizer.step()
+                    optimizer.parameters_ready()
+    runs = [one for one in profile.function_events if one.name.startswith("gloo:") and one.input_shapes != [[102]]]
+    assert all(one.is_async for one in runs)
+    sums = "gloo:reduce_scatter" if sharded else "gloo:all_reduce"
+    for name in (sums, "gloo:all_gather"):  # an allreduce ends with one
+        elements = [math.prod(one.input_shapes[0]) for one in runs if one.name == name]
+        assert len(elements) == len(model.bucket_plan().buckets) > 1
+        assert sum(elements) >= sum(parameter.numel() for parameter in model.module.parameters())
+    assert {one.name for one in runs} == {sums, "gloo:all_gather"}
 
 
 class Parameter(nn.Module):

@@ -19,8 +19,8 @@ from fastddp.tools.trace.events import ChromeDocument, Damaged, NoTrace
 from fastddp.tools.trace.recording import NONE, Builder, Recording, TraceError
 
 MESSAGES_ARE_LONGER = (
-    "Messages between pairs of ranks over gloo (16 bits on the wire, added up in fp32) are recorded from their launch "
-    "until the host notices that they have arrived: communication looks longer than it is."
+    "Messages between pairs of ranks over gloo (16 bits on the wire, added up in fp32), and what ranks of one machine "
+    "read, are recorded from their launch until the host notices their end: communication looks longer than it is."
 )
 
 Progress = Callable[[int], None]  # is told how many bytes of the file have been read
@@ -199,7 +199,7 @@ class _Reader:
 
         A run that begins before all remaining launches belongs to a launch that was not recorded.
         """
-        waiting: defaultdict[str, deque[int]] = defaultdict(deque)
+        waiting: defaultdict[str, deque[tuple[int, int | None]]] = defaultdict(deque)
         launches = [(start, 0, number) for number, (start, _, _) in enumerate(self._launches)]
         runs = [(start, 1, number) for number, (start, _, _, _) in enumerate(self._runs)]
         for _, is_run, number in sorted(launches + runs):
@@ -207,15 +207,15 @@ class _Reader:
                 start, lane, operation = self._launches[number]
                 correlation = NONE - 1 - number  # a device's are positive
                 self.builder.add_launch(correlation, lane, start)
-                waiting[operation].append(correlation)
+                waiting[operation].append((correlation, lane))
                 continue
             start, end, lane, name = self._runs[number]
-            if _operation(name) in MESSAGES:
+            queue = waiting[_operation(name)]
+            correlation, launcher = queue.popleft() if queue else (NONE, None)
+            if lane == launcher or _operation(name) in MESSAGES:
                 # No thread runs it. It is recorded on its launching thread, until that notices its end.
                 self.has_messages = True
                 lane = self.builder.lane(("messages", lane), "messages between ranks")
-            queue = waiting[_operation(name)]
-            correlation = queue.popleft() if queue else NONE
             self.builder.add("collective", lane, start, end, name, correlation, about=Collective(operation_of(name)))
 
 
