@@ -3,17 +3,6 @@
 #include <utility>
 
 namespace fastddp {
-namespace {
-
-// Far from the tags of gradients' pieces (Messages::tag), and other ones for each model: what comes of another model in the place
-// of this one's would be taken for its parameters.
-constexpr uint32_t kFirstTag = 1u << 26, kModels = 1u << 11, kBuckets = 1u << 16;
-
-uint32_t tag(size_t model, size_t bucket) {
-  return kFirstTag + static_cast<uint32_t>(model % kModels * kBuckets + bucket % kBuckets);
-}
-
-}  // namespace
 
 Gather::Gather(Lanes lanes, c10::Device device, Cut cut, size_t buckets, std::shared_ptr<Interruption> interruption,
                size_t model)
@@ -22,7 +11,7 @@ Gather::Gather(Lanes lanes, c10::Device device, Cut cut, size_t buckets, std::sh
       cut_(std::move(cut)),
       owners_(make_owners(lanes_, device, /*own_sums=*/false)),
       interruption_(std::move(interruption)) {
-  for (size_t bucket = 0; bucket < buckets; ++bucket) pieces_.emplace_back(tag(model, bucket), bucket);
+  for (size_t bucket = 0; bucket < buckets; ++bucket) pieces_.emplace_back(tag_of(/*is_gathered=*/true, model, bucket), bucket);
 }
 
 void Gather::start(size_t bucket, const at::Tensor& memory) {

@@ -14,12 +14,21 @@ namespace fastddp {
 // Of one part of a wire, by owner. They may have different lengths, and none.
 using Shards = std::vector<at::Tensor>;
 
+// Of a piece of a bucket's wire, or of its parameters that are gathered. It names the model: another rank's pieces may come in another
+// order, and those of one model would pass for those of another. Models and pieces so far apart share a tag; the pieces of one model
+// come in one order.
+inline uint32_t tag_of(bool is_gathered, size_t model, size_t bucket, size_t piece = 0) {
+  constexpr size_t models = 1 << 9, pieces = 1 << 17;
+  const auto number = (bucket * kMostPieces + piece) % pieces;
+  return static_cast<uint32_t>(((is_gathered ? models : 0) + model % models) * pieces + number);
+}
+
 // A part of a wire that travels by itself.
 struct Piece {
   Piece(uint32_t tag, size_t bucket) : tag(tag), bucket(bucket) {}
 
   at::Tensor wire;        // one-dimensional; undefined when nothing of it is on its way
-  uint32_t tag;           // unique among the pieces that travel over the same group
+  uint32_t tag;           // tag_of()
   size_t bucket;          // whose gradients it has; the greatest of them
   at::Tensor room;        // for other ranks' data; kept from window to window
   at::Tensor sum;         // if there is an adder, for the sum, laid out like the wire; may be the room
