@@ -17,9 +17,9 @@ class AllReduce : public Collective {
   }
 };
 
-// Where there is an adder, the sum comes to memory of its own.
-const at::Tensor& sum_of(const Halves& halves, const Piece& piece) {
-  return halves.adder == nullptr ? piece.wire : piece.sum;
+// In memory of its own, if the codec keeps what was sent.
+const at::Tensor& sum_of(const Piece& piece) {
+  return piece.sum.defined() ? piece.sum : piece.wire;
 }
 
 class ToOwners : public Collective {
@@ -48,8 +48,7 @@ class ToOwners : public Collective {
  private:
   Sum sum(const Piece& piece) const {
     const auto& owners = *halves_.owners;
-    const auto target =
-        owners.owns_a_shard() ? halves_.cut(sum_of(halves_, piece), piece.bucket)[owners.place()] : at::Tensor();
+    const auto target = owners.owns_a_shard() ? halves_.cut(sum_of(piece), piece.bucket)[owners.place()] : at::Tensor();
     return {target, halves_.adder, halves_.unit, is_last_};
   }
 
@@ -79,7 +78,7 @@ class FromOwners : public Collective {
       : Collective(std::move(lanes)), halves_(std::move(halves)), round_(round) {}
 
   void start(c10d::ProcessGroup& lane, Piece& piece) const override {
-    piece.shards = halves_.cut(sum_of(halves_, piece), piece.bucket);
+    piece.shards = halves_.cut(sum_of(piece), piece.bucket);
     if (!piece.shards.empty()) halves_.owners->start_spread(round_, lane, piece, piece.shards);
   }
 

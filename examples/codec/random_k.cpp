@@ -38,7 +38,7 @@ class RandomK : public Codec {
     if (!std::exchange(part.is_kept, true)) part.kept.copy_(part.error);
     Rows rows;
     for (const auto& span : spans.all) {
-      part.error.narrow(0, span.offset, span.length()).add_(rows.to_read(span, spans.dtype));
+      part.error.narrow(0, span.offset, span.length()).add_(rows.of(span, spans.dtype, /*is_read=*/true));
     }
     part.chosen = choose(spans, part.windows);
     sent(part, wires).copy_(part.error.index_select(0, part.chosen)).mul_(scale);
@@ -50,7 +50,7 @@ class RandomK : public Codec {
     part.error.index_fill_(0, part.chosen, 0.0);
     Rows rows;
     for (const auto& span : spans.all) {
-      rows.to_write(span, spans.dtype).copy_(result.narrow(0, span.offset, span.length()));
+      rows.of(span, spans.dtype, /*is_read=*/false).copy_(result.narrow(0, span.offset, span.length()));
     }
     rows.write_back();
     recover(spans.bucket, wires);
