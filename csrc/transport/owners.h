@@ -14,9 +14,8 @@ namespace fastddp {
 // Of one part of a wire, by owner. They may have different lengths, and none.
 using Shards = std::vector<at::Tensor>;
 
-// Of a piece of a bucket's wire, or of its parameters that are gathered. It names the model: another rank's pieces may come in another
-// order, and those of one model would pass for those of another. Models and pieces so far apart share a tag; the pieces of one model
-// come in one order.
+// Of a piece of a bucket's wire, or of parameters that are gathered. Without the model, pieces of another one that come first would pass
+// for its own. Those of one model come in one order, so distant ones may share a tag.
 inline uint32_t tag_of(bool is_gathered, size_t model, size_t bucket, size_t piece = 0) {
   constexpr size_t models = 1 << 9, pieces = 1 << 17;
   const auto number = (bucket * kMostPieces + piece) % pieces;
@@ -31,7 +30,7 @@ struct Piece {
   uint32_t tag;           // tag_of()
   size_t bucket;          // whose gradients it has; the greatest of them
   at::Tensor room;        // for other ranks' data; kept from window to window
-  at::Tensor sum;         // if there is an adder, for the sum, laid out like the wire; may be the room
+  at::Tensor sum;         // if the codec keeps what was sent, for the sum, laid out like the wire; may be the room
   Shards shards;          // parts of `wire` or of the sum, as the collective on its way has cut them
   bool averages = false;  // an allreduce divides by the number of ranks, too
   Works works;            // of the round that travels

@@ -33,7 +33,6 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
 // What a rank waits for on other ranks' outboxes.
 class Look : public c10d::Work {
  public:
-  // In profiles it has the name, if it has one, and the shape of the wire.
   Look(std::vector<RemoteRank> at, uint64_t meeting, std::chrono::milliseconds timeout, const char* name = nullptr,
        const at::Tensor& wire = {})
       : Work(-1, c10d::OpType::RECV, name, std::vector{wire}), at_(std::move(at)), meeting_(meeting), timeout_(timeout) {}
@@ -140,7 +139,8 @@ class Reads : public Owners {
     const bool reads = owns_a_shard() && shards[level_.place].numel() > 0;
     const auto owners = with_elements(shards);
     const auto add = [this, shards, sum, bucket = piece.bucket](const auto& from) { add_up(bucket, from, shards, sum); };
-    const auto& name = sum.is_last ? kReduceScatter : kAllReduce;
+    const auto name =
+        sum.is_last ? Name{"c10d::reduce_scatter_", "gloo:reduce_scatter"} : Name{"c10d::allreduce_", "gloo:all_reduce"};
     start(round, piece, shards, {name, reads ? others(level_.ranks.size()) : Places(), level_.place, add},
           sum.is_last ? owners : Places());
   }
@@ -158,19 +158,17 @@ class Reads : public Owners {
                   [&](int64_t begin, int64_t count) { from[i].read(begin, shard.narrow(0, begin, count)); });
       }
     };
-    start(round, piece, shards, {kAllGather, owners, std::nullopt, copy}, lends ? others(level_.ranks.size()) : Places());
+    const Name name{"c10d::allgather_", "gloo:all_gather"};
+    start(round, piece, shards, {name, owners, std::nullopt, copy}, lends ? others(level_.ranks.size()) : Places());
   }
 
  private:
   using Places = std::vector<size_t>;
 
-  // The collective in whose place a rank reads: what launches it, and what runs, in profiles of gloo's. An allreduce ends with an
-  // all-gather.
+  // The collective in whose place a rank reads: what launches it, and what runs, in profiles. An allreduce ends with an all-gather.
   struct Name {
     const char *launch, *run;
   };
-  static constexpr Name kAllReduce{"c10d::allreduce_", "gloo:all_reduce"}, kAllGather{"c10d::allgather_", "gloo:all_gather"},
-      kReduceScatter{"c10d::reduce_scatter_", "gloo:reduce_scatter"};
 
   // Whose memory this rank reads, which shard there (none: their own), and what it does with that.
   struct Plan {

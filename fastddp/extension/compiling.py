@@ -33,8 +33,6 @@ _SUFFIX = EXTENSION_SUFFIXES[0]  # as in .cpython-311-x86_64-linux-gnu.so
 # -g0: Python's own flags bring -g, which doubles the time to compile and makes objects 30 times as large.
 _FLAGS = "-std=c++20 -O3 -g0 -DNDEBUG -fPIC -fwrapv -fvisibility=hidden -Wall -Wextra -Wno-unused-parameter"
 _SAME_BITS = "-ffp-contract=off"  # on each processor
-# at::parallel_for is a plain loop without it. It is not for linking: the process has torch's OpenMP, and one is enough.
-_THREADS = "-fopenmp"
 # torch's headers call this function, which GCC links, from 12 on, in a version that the libstdc++ of RHEL 9 lacks.
 _BEFORE = """\
 __asm__(".symver _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE, "
@@ -175,9 +173,9 @@ def _compiler() -> str:
 
 
 def _threads() -> str:
-    """Clang calls functions that torch's OpenMP, which is GCC's, need not have."""
+    """For at::parallel_for, by torch's OpenMP: so it is not for linking. Clang needs functions that GCC's lacks."""
     said = subprocess.run([*shlex.split(_compiler()), "--version"], capture_output=True, text=True).stdout
-    return "" if "clang" in said else _THREADS
+    return "" if "clang" in said else "-fopenmp"
 
 
 def _units(work: Path) -> list[str]:
