@@ -26,7 +26,7 @@ BENEATH = {"fastddp._C", "fastddp._pages", "fastddp._build_info", "fastddp.kerne
 MODULES = {  # as they are imported
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
-    if path.name != "_build_info.py" and "kernels" not in path.parts
+    if path.name != "_build_info.py" and "kernels" not in path.relative_to(PACKAGE).parts
 }
 
 
