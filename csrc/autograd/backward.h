@@ -74,8 +74,8 @@ class Backwards {
 
  private:
   Backward last_;
-  int number_ = -1;                     // the engine's number of the last backward
-  int choice_ = -1;                     // and of the last one that note_choice() noted
+  int number_ = -1;  // the engine's number of the last backward
+  int choice_ = -1;  // and of the last one that note_choice() noted
   bool seen_early_ = false;
 };
 

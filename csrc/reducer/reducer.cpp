@@ -73,7 +73,6 @@ void Reducer::set_way(std::shared_ptr<Way> way, const std::optional<Plan>& plan)
   if (plan && !buckets_.are(*plan)) others = buckets_.others(*plan, is_never_used);
   auto next = driver_.prepare(way, others ? others->all : buckets_.all());
   check_between_windows(what);  // another thread may have begun one meanwhile
-  if (others) steps_.look_for_skipped();
   if (others) buckets_.become(std::move(*others)), window_.set_buckets(*plan);
   driver_.take(std::move(next));
   if (has_streams(buckets_.device())) {

@@ -91,12 +91,14 @@ class Reducer : public Receiver, public std::enable_shared_from_this<Reducer> {
     if (window_.is(WindowState::partial)) fail_here("left parameters without a gradient");
   }
 
-  // Repairs a window that failed, as the next forward would, unless a backward runs this.
+  // Repairs a window that failed, as the next forward would, unless a backward runs this. Called before parameters and gradients
+  // move for another way.
   void repair_if_failed() {
     const std::lock_guard lock(mutex_);
     if (Backwards::is_inside_one()) return;
     notice_failure();
     if (window_.is(WindowState::failed)) repair();
+    steps_.look_for_skipped();
   }
 
   // Takes part in the collectives of a window of other ranks, in which this rank has nothing to add (torch's Join).
