@@ -174,8 +174,8 @@ def _compiler() -> str:
 
 def _threads() -> str:
     """For at::parallel_for, by torch's OpenMP: so it is not for linking. Clang needs functions that GCC's lacks."""
-    said = subprocess.run([*shlex.split(_compiler()), "--version"], capture_output=True, text=True).stdout
-    return "" if "clang" in said else "-fopenmp"
+    names = [Path(shutil.which(word) or word).resolve().name for word in shlex.split(_compiler())]
+    return "" if "clang" in " ".join(names) else "-fopenmp"
 
 
 def _units(work: Path) -> list[str]:
