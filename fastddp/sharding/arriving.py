@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastddp.module.nested import tensors_in
+from fastddp.torch_compat.compiling import leave_alone
 
 _Wait = Callable[[Tensor], None]
 _Parameters = dict[str, Any]
@@ -19,11 +20,12 @@ class _Arriving(_Parameters):
 
     It stands in the module's ``_parameters`` while parameters are on their way. A hook before each module's forward
     would not be enough: modules read parameters of others (as ``nn.MultiheadAttention`` those of its projection).
+    ``before``: the dict in whose place it stands. Others may hold that one, so it follows.
     """
 
-    def __init__(self, parameters: _Parameters, wait: _Wait) -> None:
-        super().__init__(parameters)
-        self._wait = wait
+    def __init__(self, before: _Parameters, wait: _Wait) -> None:
+        super().__init__(before)
+        self.before, self._wait = before, wait
 
     def _here(self, parameter: Any) -> Any:
         if parameter is not None:
@@ -33,10 +35,19 @@ class _Arriving(_Parameters):
     def __getitem__(self, name: str) -> Any:
         return self._here(super().__getitem__(name))
 
+    def __setitem__(self, name: str, parameter: Any) -> None:
+        super().__setitem__(name, parameter)
+        self.before[name] = parameter
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        del self.before[name]
+
     def get(self, name: str, default: Any = None) -> Any:
         return self._here(super().get(name, default))
 
     def pop(self, name: str, *default: Any) -> Any:
+        self.before.pop(name, None)
         return self._here(super().pop(name, *default))
 
     def __iter__(self) -> Any:
@@ -62,7 +73,8 @@ class ModulesWithArriving:
     """The modules of ``model`` that have parameters on their way; ``known``: the buckets of those, by identity."""
 
     def __init__(self, model: nn.Module, known: Mapping[int, int]) -> None:
-        self._before: list[tuple[nn.Module, _Parameters]] = []
+        leave_alone(_Arriving._here, _Arriving.__getitem__, _Arriving.get, _Arriving.values, where_inlined=False)
+        self._modules: list[nn.Module] = []
         elsewhere: list[Any] = []
         seen: set[int] = set()
         for module in model.modules():
@@ -71,7 +83,7 @@ class ModulesWithArriving:
             if type(held) is not dict:  # of a module that was traced or scripted
                 elsewhere.extend(held.values())
             elif own:
-                self._before.append((module, held))
+                self._modules.append(module)
                 seen |= own
             elsewhere.extend(tensors_in([value for name, value in vars(module).items() if name not in _OF_MODULES]))
         apart = (known.keys() - seen) | ({id(one) for one in elsewhere} & known.keys())
@@ -80,20 +92,11 @@ class ModulesWithArriving:
 
     def begin(self, wait: _Wait) -> None:
         """Whoever reads one of the parameters through its module calls ``wait`` with it, from now on."""
-        for module, before in self._before:
-            module.__dict__["_parameters"] = _Arriving(before, wait)
-
-    def follow(self) -> None:
-        """The dictionaries of before, which others may hold, get what is in modules now."""
-        for module, before in self._before:
-            now = module.__dict__["_parameters"]
-            if isinstance(now, _Arriving):
-                before.clear()
-                before.update(dict.items(now))
+        for module in self._modules:
+            module.__dict__["_parameters"] = _Arriving(module._parameters, wait)
 
     def end(self) -> None:
         """All parameters are here."""
-        self.follow()
-        for module, before in self._before:
-            if isinstance(module.__dict__["_parameters"], _Arriving):
-                module.__dict__["_parameters"] = before
+        for module in self._modules:
+            if isinstance(held := module.__dict__["_parameters"], _Arriving):
+                module.__dict__["_parameters"] = held.before

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -180,14 +181,19 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         """Call a method for this rank's part of each bucket, and gather parameters."""
         parts, shards = self.parts, self.parts.shards
         before = list(map(settings_of, self.param_groups))
-        for number in reversed(range(len(shards.buckets))):  # in forward's order
-            parts.step(number, method)
-            shards.start_gather(number)
-        parts.take_settings(before)
+        try:
+            for number in reversed(range(len(shards.buckets))):  # in forward's order
+                parts.step(number, method)
+                shards.start_gather(number)
+            parts.take_settings(before)
+        except BaseException:
+            with suppress(RuntimeError):
+                shards.wait()  # or others would read what has not come
+            raise
         if parts.waits_in_step:
             shards.wait()
         else:
-            shards.wait_where_read(parts.model.module)
+            shards.wait_where_read()
 
     def __getattr__(self, name: str) -> Any:
         """``train`` and ``eval`` of schedule-free optimizers, which all ranks call."""

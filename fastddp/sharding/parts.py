@@ -149,7 +149,7 @@ class Parts:
             self._shards = shards = Shards(now, whole=self.whole, wire=self._wire, waits_in_step=self.waits_in_step)
             self.inner = [self._inner_of(bucket) for bucket in shards.buckets]
             if before is not None and has_moved:
-                shards.incomplete = before.incomplete
+                shards.lack(before.incomplete)
             elif before is not None:
                 self._take_over(before, inner_before)
             now.sharding = shards.sharding
@@ -161,7 +161,10 @@ class Parts:
             raise
         self._has_moved = False
         if before is not None:
+            shards.is_compiled = before.is_compiled
             before.release()
+        if not self.waits_in_step:
+            shards.wait_where_read()  # nothing is on its way; but the first graph that is compiled is noticed
 
     @torch.no_grad()
     def _take_over(self, before: Shards, inner_before: list[Optimizer]) -> None:
@@ -216,7 +219,6 @@ class Parts:
     def check_parameters(self) -> None:
         """Raise RuntimeError if the gather of parameters has failed, so that some of them are old."""
         self.shards.check()
-        self.shards.follow_modules()  # before others look for parameters that are new there
 
     def parameters_ready(self) -> None:
         """Wait until all parameters are here. On a device only the current stream waits."""

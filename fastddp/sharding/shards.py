@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._guards import CompileContext
+from torch.utils.hooks import RemovableHandle
 
 from fastddp import _C
 from fastddp.errors import see
@@ -89,8 +92,12 @@ class Shards:
         self._numbers = {
             id(self._parameters[index]): number for number, bucket in enumerate(self.plan) for index in bucket
         }
+        self._coming: set[int] = set()  # buckets; one that is here is taken out when all is done, so without the lock
+        self._receives = threading.RLock()  # note [Who receives parameters]
         self._arriving: ModulesWithArriving | None = None
+        self.is_compiled = False  # dynamo has read parameters
         self.incomplete: dict[int, int] = {}  # versions of parameters whose gather has failed
+        self._hooks: list[RemovableHandle] = []  # of modules, while there are such parameters
         self.versions = [parameter._version for parameter in self._parameters]
 
     def _lay_out(self, number: int, bucket: Sequence[int], wire: torch.dtype | None) -> OneBucket:
@@ -136,6 +143,7 @@ class Shards:
 
     def release(self) -> None:
         """Parameters are elsewhere: give back their memory here, but not copies in fp32, which are state."""
+        self._remove_hooks()
         for bucket in self.buckets:
             bucket.flat = without_memory(bucket.flat, bucket.flat.dtype)
             if bucket.main is None:
@@ -202,28 +210,52 @@ class Shards:
             travels[own].copy_(bucket.main)
         with self._noting_failure(number):
             self._send(number, travels)
+        self._coming.add(number)
 
-    def wait_for(self, number: int) -> None:
-        """Until bucket ``number`` is here. On a device only the current stream waits."""
-        if not self._gather.is_on_its_way(number):
-            return
-        with self._noting_failure(number):
-            self._reducer.await_parameters(self._gather, number)
-        bucket = self.buckets[number]
-        if bucket.travels is not None:
-            bucket.flat.copy_(bucket.travels)
-            bucket.travels = None
-        parameters = [self._parameters[index] for index in self.plan[number]]
-        torch.autograd.graph.increment_version(parameters)
-        for index, parameter in zip(self.plan[number], parameters, strict=True):
-            self.versions[index] = parameter._version
+    # Note [Who receives parameters]
+    # Several threads may read parameters that are on their way: a forward, and whoever saves or averages them. The first one
+    # receives a bucket: it waits, copies, and raises the parameters' versions. Then the bucket is no longer in `_coming`, and all
+    # others wait for that, or see that it has failed. What stands in modules' dictionaries changes under the same lock, or a
+    # reader of the last step would end what the next one has begun.
 
     @torch.no_grad()
+    def wait_for(self, number: int) -> None:
+        """Until bucket ``number`` is here; RuntimeError: its gather fails, or has failed in another thread.
+
+        On a device only the current stream waits.
+        """
+        if number in self._coming:
+            with self._receives:
+                if number in self._coming:
+                    self._receive(number)
+        self.check(self.plan[number])
+
+    def _receive(self, number: int) -> None:
+        try:
+            with self._noting_failure(number):
+                self._reducer.await_parameters(self._gather, number)
+                if number not in self._coming:
+                    return  # it has been given up
+                bucket = self.buckets[number]
+                if bucket.travels is not None:
+                    bucket.flat.copy_(bucket.travels)
+                    bucket.travels = None
+                parameters = [self._parameters[index] for index in self.plan[number]]
+                torch.autograd.graph.increment_version(parameters)
+                for index, parameter in zip(self.plan[number], parameters, strict=True):
+                    self.versions[index] = parameter._version
+        finally:
+            self._coming.discard(number)
+
     def wait(self) -> None:
-        """Until all parameters are here; RuntimeError: their gather fails, or has failed."""
+        """Until all parameters are here, or have failed; RuntimeError: their gather fails, or has failed."""
+        with self._receives, ExitStack() as last_first:  # each, also if another one raises
+            last_first.callback(lambda: self.incomplete or self._end())
+            for number in sorted(self._coming):
+                last_first.callback(self.wait_for, number)
         self.check()
-        for number in reversed(range(len(self.buckets))):
-            self.wait_for(number)
+
+    def _end(self) -> None:
         if self._arriving is not None:
             self._arriving.end()
             self._arriving = None
@@ -233,55 +265,78 @@ class Shards:
         try:
             yield
         except BaseException:
-            self._lacks(number)
+            self.lack({index: self._parameters[index]._version for index in self.plan[number]})
             raise
 
-    def _lacks(self, number: int) -> None:
-        """Bucket ``number`` will not come."""
-        self.incomplete.update((index, self._parameters[index]._version) for index in self.plan[number])
-        for module in self._module.modules():
-            module.register_state_dict_pre_hook(lambda *_: self.check())
+    def lack(self, versions: Mapping[int, int]) -> None:
+        """Parameters with these numbers will not come, and are incomplete while they have these versions."""
+        self.incomplete |= versions
+        if versions and not self._hooks:
+            modules = [*self._module.modules()]
+            self._hooks = [one.register_state_dict_pre_hook(lambda *_: self.check()) for one in modules]
+            self._hooks += [one.register_load_state_dict_pre_hook(self._before_load) for one in modules]
+
+    def _before_load(self, *_: object) -> None:
+        """Who loads parameters in place of incomplete ones has to read them."""
+        with suppress(RuntimeError):
+            self.wait()
+        self._end()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def give_up(self) -> None:
         """Wait for no parameters any more. Those that have not come are incomplete."""
-        for number in filter(self._gather.is_on_its_way, range(len(self.buckets))):
-            self._lacks(number)
-        if self._arriving is not None:
-            self._arriving.end()
-            self._arriving = None
+        coming = [*self._coming]  # without the lock: a thread that has it may wait for ranks that are gone
+        self._coming.clear()
+        self.lack({index: self._parameters[index]._version for number in coming for index in self.plan[number]})
+        self._end()
 
-    def check(self) -> None:
-        """Raise RuntimeError if a gather of parameters has failed, and nobody has written to them since."""
-        for index, version in self.incomplete.items():
-            if self._parameters[index]._version == version:
-                raise RuntimeError(
-                    f"fastddp: parameter {self._names[index]} is incomplete: after the optimizer's last step this rank "
-                    "did not get what other ranks had stepped. Start again from the last checkpoint." + see("FD044")
-                )
-        self.incomplete.clear()
+    def check(self, indices: Sequence[int] | None = None) -> None:
+        """Raise RuntimeError if a gather of parameters has failed, and nobody has written to them since.
 
-    def wait_where_read(self, module: nn.Module) -> None:
-        """Let parameters arrive. Who reads one through ``module`` or a module in it waits for its bucket.
-
-        Buckets of parameters that may be read in another way are here when this returns.
+        ``indices``: of these parameters; None: of all.
         """
-        self._arriving = ModulesWithArriving(module, self._numbers)
-        self._arriving.begin(self._wait_for_parameter)
-        for number in sorted(self._arriving.unseen, reverse=True):
+        if not self.incomplete:
+            return
+        with self._receives:
+            for index in self.incomplete if indices is None else self.incomplete.keys() & set(indices):
+                if self._parameters[index]._version == self.incomplete[index]:
+                    raise RuntimeError(
+                        f"fastddp: parameter {self._names[index]} is incomplete: after the optimizer's last step this "
+                        "rank did not get what other ranks had stepped. Start again from the last checkpoint."
+                        + see("FD044")
+                    )
+            if indices is None:
+                self.incomplete.clear()
+                self._remove_hooks()
+
+    def wait_where_read(self) -> None:
+        """Let parameters arrive. Who reads one through the model's module or a module in it waits for its bucket.
+
+        Buckets of parameters that may be read in another way are here when this returns: of a compiled model, all.
+        """
+        if self.is_compiled:  # its graphs ask for dictionaries of the same type
+            return self.wait()
+        with self._receives:
+            self._end()
+            self._arriving = arriving = ModulesWithArriving(self._module, self._numbers)
+            arriving.begin(self._wait_for_parameter)
+        for number in sorted(arriving.unseen, reverse=True):
             self.wait_for(number)
 
-    def follow_modules(self) -> None:
-        """Let those who hold the modules' dictionaries see what was changed in modules since the step."""
-        if self._arriving is not None:
-            self._arriving.follow()
-
-    @torch.no_grad()
+    @torch._disable_dynamo
     def _wait_for_parameter(self, parameter: Tensor) -> None:
-        number = self._numbers.get(id(parameter))
-        if number is None or not self._gather.is_on_its_way(number):
+        if CompileContext.try_get() is not None:
+            self.is_compiled = True
+            return self.wait()
+        if (number := self._numbers.get(id(parameter))) is None:
             return
+        is_coming = number in self._coming
         self.wait_for(number)
-        if not any(map(self._gather.is_on_its_way, range(len(self.buckets)))):
+        if is_coming and not self._coming:
             self.wait()
 
 

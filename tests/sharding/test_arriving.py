@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -127,3 +130,161 @@ def test_optimizers_of_two_models_may_step_in_another_order_on_each_rank(rank: i
             model.parameters_ready()
         found.append([parameter.detach().clone() for model in models for parameter in model.parameters()])
     assert differences(*found) == []
+
+
+# --------------------------------------------------------------------------------------------------- several threads
+
+
+class Held:
+    """Whoever receives a bucket first is held when it has come, until another thread wants one too."""
+
+    def __init__(self, shards: Any, error: Exception | None = None) -> None:
+        self.first, self.second, self._lock = threading.Event(), threading.Event(), threading.RLock()
+        self._error, self._reducer = error, shards._reducer
+        send = self._reducer.send_parameters
+        shards._receives, shards._reducer = self, SimpleNamespace(await_parameters=self._await, send_parameters=send)
+        self.let_go = lambda: setattr(shards, "_reducer", self._reducer)
+
+    def __enter__(self) -> None:
+        if self.first.is_set():
+            self.second.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def _await(self, gather: Any, number: int) -> None:
+        self._reducer.await_parameters(gather, number)
+        if not self.first.is_set():
+            self.first.set()
+            assert self.second.wait(60)
+            if self._error is not None:
+                raise self._error
+
+
+READERS: dict[str, Callable[[Any, Any], object]] = {
+    "state_dict": lambda model, optimizer: model.state_dict(),
+    "an average": lambda model, optimizer: [parameter.norm() for parameter in model.parameters()],
+    "parameters_ready": lambda model, optimizer: model.parameters_ready(),
+    "forward": lambda model, optimizer: model.module(torch.ones(3, 8)),
+}
+
+
+def stepped(gather: Any) -> tuple[Any, Any]:
+    model = fastddp.DistributedDataParallel(Two(), bucket_cap_mb=0)
+    how: Any = {"gather": gather, "parameter_wire": torch.bfloat16}
+    optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, **how)
+    model(torch.ones(3, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def in_thread(read: Callable[[], object]) -> tuple[threading.Thread, list[Exception]]:
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            read()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+@pytest.mark.parametrize("reader", READERS)
+@on_ranks(2)
+def test_who_comes_second_waits_until_the_first_has_all(rank: int, reader: str) -> None:
+    """What has come is not yet a parameter: it is copied, and then versions rise."""
+    expected, _ = stepped("step")
+    model, optimizer = stepped("forward")
+    held = Held(optimizer.parts.shards)
+    thread, errors = in_thread(lambda: READERS[reader](model, optimizer))
+    assert held.first.wait(60)
+    output = model(torch.ones(3, 8))
+    held.second.set()  # for the code that does not wait
+    thread.join()
+    assert errors == []
+    assert differences(expected(torch.ones(3, 8)), output) == []
+    held.let_go()
+    output.square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("reader", READERS)
+@on_ranks(2)
+def test_a_failure_in_one_thread_is_seen_by_all_until_parameters_are_loaded(rank: int, reader: str) -> None:
+    saved = {name: value.clone() for name, value in stepped("step")[0].state_dict().items()}
+    model, optimizer = stepped("forward")
+    held = Held(optimizer.parts.shards, RuntimeError("the network"))
+    thread, errors = in_thread(lambda: READERS[reader](model, optimizer))
+    assert held.first.wait(60)
+    for read in (model.state_dict, lambda: model(torch.ones(3, 8)), model.parameters_ready, optimizer.step):
+        with pytest.raises(RuntimeError, match=r"is incomplete(.|\n)*FD044"):
+            read()
+        held.second.set()
+    thread.join()
+    assert [str(error) for error in errors] == ["the network"]
+    held.let_go()
+    hooks = [len(module._state_dict_pre_hooks) for module in model.module.modules()]
+    assert hooks == [1] * 3
+    model.load_state_dict(saved)
+    model(torch.ones(3, 8)).square().mean().backward()
+    optimizer.step()
+    assert [len(module._state_dict_pre_hooks) for module in model.module.modules()] == [0] * 3
+
+
+@on_ranks(2)
+def test_a_reader_of_the_last_step_does_not_end_what_the_next_one_begins(rank: int) -> None:
+    model, optimizer = stepped("forward")
+    held = Held(optimizer.parts.shards)
+    thread, errors = in_thread(model.parameters_ready)
+    assert held.first.wait(60)
+    model(torch.ones(3, 8)).square().mean().backward()
+    optimizer.step()
+    held.second.set()
+    thread.join()
+    assert errors == []
+    assert type(model.module.last._parameters) is not dict  # the next forward waits
+
+
+@on_ranks(2)
+def test_readers_wait_for_what_came_before_a_step_that_raised(rank: int) -> None:
+    model, optimizer = stepped("forward")
+    model(torch.ones(3, 8)).square().mean().backward()
+    last = optimizer.parts.inner[0]  # it steps last
+    with mock.patch.object(last, "step", side_effect=OSError), pytest.raises(OSError):
+        optimizer.step()
+    assert not optimizer.parts.shards._coming
+
+
+@pytest.mark.parametrize("compiled", ["wrapper", "module", "before it is wrapped", "caller"])
+@on_ranks(2)
+def test_a_compiled_model_is_one_graph_over_all_steps(rank: int, compiled: str) -> None:
+    torch._dynamo.reset()
+    module: Any = Two()
+    expected = trained(module, "step", rank)
+    module, graphs = Two(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    if compiled == "module":
+        module.compile(backend=backend)
+    if compiled == "before it is wrapped":
+        module = torch.compile(module, backend=backend)
+    model = fastddp.DistributedDataParallel(module, bucket_cap_mb=0)
+    optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, gather="forward")
+    run: Any = torch.compile(model, backend=backend) if compiled == "wrapper" else model
+    if compiled == "caller":
+        run = torch.compile(lambda x: model(x), backend=backend)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        run(torch.randn(3, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(graphs) == 1
+    assert differences(expected[1:], [parameter.detach().clone() for parameter in model.parameters()]) == []
