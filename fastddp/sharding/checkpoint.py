@@ -56,19 +56,27 @@ class Held:
             found |= holders if holders.isdisjoint(stepped) else set()
         return found
 
-    def part(self) -> dict[Tensor, dict[str, Any]]:
-        """This rank's, by parameter: {} where other ranks have all of it. It is empty before the first step."""
+    def part(self, *, mains: bool = True) -> dict[Tensor, dict[str, Any]]:
+        """This rank's, by parameter: {} where other ranks have all of it. It is empty before the first step.
+
+        ``mains``: with copies in fp32.
+        """
         own = {}
         for span in self.shards.spans():
             place = self.parameters[span.parameter], span.begin, span.end
             own[place[0]] = {
                 key: ShardedState.of(value, *place) if is_of_elements(value, span.like) else value
                 for key, value in self.of_span(span).items()
+                if mains or key != MAIN
             }
         if own and not any(own.values()):
             return {}
         trained = (parameter for group in self.groups for parameter in group["params"])
-        return {parameter: own.get(parameter, {}) for parameter in trained if own.get(parameter) != {}}
+        return {
+            parameter: own[parameter] if parameter in own else Elsewhere.of(parameter)
+            for parameter in trained
+            if own.get(parameter) != {}
+        }
 
     def whole(self, *, keep: bool) -> dict[int, dict[str, Any]]:
         """That of all ranks by number in ``groups``, on the CPU; not ``keep``: nothing of it. A collective."""
@@ -180,11 +188,12 @@ class Saved:
         for bucket, inner in zip(shards.buckets, held.inner, strict=True):
             holders = (holder for group in inner.param_groups for holder in group["params"])
             number_of = {id(holder): number for number, holder in enumerate(holders)}
-            states = {number_of[id(span.holder)]: self._of_span(span) for span in bucket.spans}
+            spans = [span for span in bucket.spans if id(span.holder) in number_of]
+            states = {number_of[id(span.holder)]: self._of_span(span) for span in spans}
             mains = [state.pop(MAIN, None) for state in states.values()]
             states = {number: state for number, state in states.items() if state}
             inner.load_state_dict({"state": states, "param_groups": inner.state_dict()["param_groups"]})
-            for span, main in zip(bucket.spans, mains, strict=True):
+            for span, main in zip(spans, mains, strict=True):
                 if shards.main_of(span) is not None:
                     span.holder.copy_(torch.full_like(span.holder, torch.nan) if main is None else main)
         shards.compare_mains()
@@ -193,6 +202,41 @@ class Saved:
         parameter = self._parameters.tensors[span.parameter]
         state = self.of_parameter.get(span.parameter, {})
         return {key: _part(value, parameter, span) for key, value in state.items()}
+
+
+class Elsewhere(dict[str, Any]):
+    """The state of a parameter that other ranks have: {}, and no element of whatever is read by name."""
+
+    parameter: Tensor
+
+    @staticmethod
+    def of(parameter: Tensor) -> Elsewhere:
+        """Return that of a parameter."""
+        state = Elsewhere()
+        state.parameter = parameter
+        return state
+
+    def __missing__(self, key: str) -> ShardedState:
+        return ShardedState.of(self.parameter.detach().new_empty(0), self.parameter, 0, 0)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def written(value: Any, parameter: Tensor, span: Span | None, *, any_shape: bool) -> Any:
+    """This rank's part of what a user has written for all of ``parameter``; ValueError: it is none of that."""
+    if isinstance(value, ShardedState):
+        if (value.shape, value.begin, value.end) != (parameter.shape, *((0, 0) if span is None else span[1:3])):
+            raise ValueError("a part of another parameter")
+        return value.part
+    if not isinstance(value, Tensor) or value.dim() == 0 or (any_shape and value.shape != parameter.shape):
+        return value
+    if value.shape != parameter.shape:
+        raise ValueError(f"its shape is {tuple(parameter.shape)}, and not {tuple(value.shape)}")
+    if span is None:
+        return value
+    value = value.to(span.holder.dtype) if value.dtype == parameter.dtype else value
+    return value if span.holder.shape == parameter.shape else _part(value, parameter, span)
 
 
 def _part(value: Any, parameter: Tensor, span: Span) -> Any:
@@ -206,6 +250,6 @@ def _part(value: Any, parameter: Tensor, span: Span) -> Any:
     if value.shape != parameter.shape or span.holder.shape == parameter.shape:
         return value.clone()
     part = torch.empty(span.end - span.begin, dtype=value.dtype, device=value.device)
-    for offsets, sizes, target in ShardedState.of(part, parameter, span.begin, span.end).boxes():
-        target.copy_(value[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))])
+    for box in ShardedState.of(part, parameter, span.begin, span.end).boxes():
+        box.values.copy_(box.within(value))
     return part

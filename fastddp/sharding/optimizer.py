@@ -9,6 +9,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -92,7 +93,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         self._kinds = {type(one) for one in members(template)}
         Optimizer.__init__(self, template.param_groups, template.defaults)
         Joinable.__init__(self)
-        self.parts.groups, self.parts.optimizer = self.param_groups, weakref.ref(self)
+        self.parts.shown, self.parts.optimizer = None, weakref.ref(self)
         if (before := wrapper.engine.sharded) is not None and before.optimizer() is not None:
             self.parts.check_none_missing()  # as where two optimizers have half of a model each
         wrapper.engine.shard(self.parts)
@@ -154,7 +155,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
                 loss = closure()
         if self._only_makes_state():
             self._check_newest()
-            self.parts.shards.begin_step()
+            self.parts.begin_step()
             self.parts.make_state()
             self._has_stepped = True
             return loss
@@ -168,7 +169,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         self._check_newest()
         if self.parts.refuses:
             raise RuntimeError(f"fastddp: {self.parts.refuses}")
-        self.parts.shards.begin_step()
+        self.parts.begin_step()
 
     def _check_newest(self) -> None:
         if self.parts.model.engine.sharded is not self.parts:
@@ -190,6 +191,8 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             with suppress(RuntimeError):
                 shards.wait()  # or others would read what has not come
             raise
+        finally:
+            parts.follow_state()
         if parts.waits_in_step:
             shards.wait()
         else:
@@ -218,7 +221,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         """Whether torch.distributed.checkpoint steps with assigned zeros, so that there is state to load into."""
         trained = (parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad)
         gradients = [parameter.grad for parameter in trained]
-        if any(gradient is None or isinstance(gradient, ShardedGradient) for gradient in gradients) or self.state:
+        if any(gradient is None or isinstance(gradient, ShardedGradient) for gradient in gradients) or self._has_state():
             return False
         return not any(bool(gradient.any()) for gradient in gradients)
 
@@ -226,16 +229,29 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """This rank's part of the state, by parameter: a copy of the dictionaries. It is empty before the first step.
+        """This rank's part of the state, by parameter. It is empty before the first step.
 
         What has a number for each element is a :class:`fastddp.sharding.sharded_state.ShardedState`. {}: other ranks
-        have all of it.
+        have all of it. What all ranks write here, as of whole parameters, counts from the next step or checkpoint on;
+        each takes its part.
         """
-        return defaultdict(dict, self._held().part() if self.parts.inner else {})
+        return self.parts.show_state() if self.parts.shown is None else self.parts.shown
 
     @state.setter
-    def state(self, state: object) -> None:
-        """:class:`torch.optim.Optimizer` begins with an empty one."""
+    def state(self, state: Any) -> None:
+        self.parts.shown = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """With the model's parameters. What is changed here counts from the next step on."""
+        return self.parts.groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.parts.groups = groups
+
+    def _has_state(self) -> bool:
+        return bool(self._held().part())
 
     def _held(self) -> checkpoint.Held:
         parts = self.parts
@@ -252,9 +268,13 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         if checkpoint.wants_whole():
             return self.full_state_dict()
         self._check_saves()
-        shards = self.parts.shards
-        shards.begin_step()
-        return {**super().state_dict(), checkpoint.BUCKETS: (shards.group.size(), shards.plan)}
+        self.parts.begin_step()
+        shown, shards = self.parts.shown, self.parts.shards
+        found = {**super().state_dict(), checkpoint.BUCKETS: (shards.group.size(), shards.plan)}
+        number_of = {id(one): at for at, one in enumerate(chain(*(group["params"] for group in self.param_groups)))}
+        found["state"] = {number_of[id(one)]: dict(state) for one, state in self._held().part().items()}
+        self.parts.shown = shown
+        return found
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The whole state, as ``optimizer_class`` has it over a whole model: copies on the CPU. A collective.
@@ -288,12 +308,12 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
 
     def _check_saves(self) -> None:
         """DCP makes state to load into, and then asks for it."""
-        if self.parts.refuses and not self.state:
+        if self.parts.refuses and not self._has_state():
             raise RuntimeError(f"fastddp: {self.parts.refuses}")
 
     def _full_state_dict(self, *, keep: bool) -> dict[str, Any]:
         self._check_saves()
-        self.parts.shards.begin_step()
+        self.parts.begin_step()
         state = self._held().whole(keep=keep)
         return {"state": state, "param_groups": super().state_dict()["param_groups"]} if keep else {}
 
@@ -314,6 +334,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             state_dict = before(self, state_dict) or state_dict
         parts, engine = self.parts, self.parts.model.engine
         parts.check_none_missing()
+        parts.take_groups()
         saved = checkpoint.Saved(state_dict, self.param_groups, parts.parameters, any_shape=parts.whole)
         parts.parameters_ready()
         if (plan := saved.other_plan(parts.shards.plan, parts.shards.group.size())) is not None:
@@ -323,6 +344,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         for group, of_saved in zip(self.param_groups, saved.groups, strict=True):
             group.update(copy.deepcopy(settings_of(of_saved)))
         self._has_stepped = bool(saved.of_parameter)
+        parts.follow_state()
         parts.refuses = ""
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,7 +45,9 @@ class Parts:
         self._of_model = weakref.ref(model)
         self.make, self._own, self.whole, self._wire, self.waits_in_step = make, own, whole, wire, waits_in_step
         self.parameters = model.engine.now.parameters  # the model's
-        self.groups: list[Group] = []  # the optimizer's, with the model's parameters
+        self.groups: list[Group] = []  # the optimizer's param_groups, with the model's parameters
+        self._stepped: list[list[int]] = []  # identities of the parameters in each group, for which `inner` were made
+        self.shown: Any = None  # the state as users have got it; None: nobody has
         self.optimizer: Callable[[], object] = lambda: None  # the sharded optimizer; None: it is gone
         self.inner: list[Optimizer] = []  # by bucket
         self.refuses = ""  # why it neither steps nor saves; empty: it does
@@ -74,9 +77,87 @@ class Parts:
         """Step the parameters of the last group too; ``own``: the class that it names."""
         if own is not None:
             self._own[len(self.groups) - 1] = own
-        for number, inner in enumerate(self.inner):
-            self.inner[number] = self._inner_of(self.shards.buckets[number])
-            self.inner[number].state.update(inner.state)
+        if self.inner:
+            self._make_inner()
+
+    def _make_inner(self) -> None:
+        before, self.inner = self.inner, [self._inner_of(bucket) for bucket in self.shards.buckets]
+        for old, new in zip(before, self.inner, strict=False):
+            new.state.update(old.state)
+        self._stepped = [[*map(id, group["params"])] for group in self.groups]
+
+    # ------------------------------------------------------------------- what users write to the state and the groups
+
+    def begin_step(self) -> None:
+        """Before the optimizer steps, saves or moves: take what users have written. All ranks raise for the same."""
+        self.take_groups()
+        self._take_state()
+        self.shards.begin_step()
+
+    def take_groups(self) -> None:
+        """Step the parameters that groups have now; ValueError: they cannot be stepped."""
+        now = [[*map(id, group["params"])] for group in self.groups]
+        if now == self._stepped:
+            return
+        make_of = {one: self._own.get(number) for number, ids in enumerate(self._stepped) for one in ids}
+        for number, group in enumerate(self.groups):
+            self.check_trained(group)
+            if {make_of[one] for one in now[number] if one in make_of} - {self._own.get(number)}:
+                raise ValueError(
+                    "A parameter has come into a parameter group of another optimizer class, which does not know its "
+                    "state. Make another ShardedOptimizer with these groups." + see("FD042")
+                )
+        self._make_inner()
+
+    def show_state(self) -> Any:
+        """The state in plain dictionaries, by parameter; those that were shown before follow it."""
+        now = checkpoint.Held(self.shards, self.inner, self.parameters.tensors, self.groups, False).part(mains=False)
+        shown = self.shown = defaultdict(dict) if self.shown is None else self.shown
+        for parameter in shown.keys() - now.keys():
+            del shown[parameter]
+        for parameter, state in now.items():
+            if type(held := shown.get(parameter)) is not type(state):
+                shown[parameter] = state
+                continue
+            for key in held.keys() - state.keys():
+                del held[key]
+            held.update(state)
+        return shown
+
+    def follow_state(self) -> None:
+        """What was shown is the state again, after a step or another change of it."""
+        if self.shown is not None:
+            self.show_state()
+
+    @torch.no_grad()
+    def _take_state(self) -> None:
+        if self.shown is None:
+            return
+        index_of = {id(parameter): index for index, parameter in enumerate(self.parameters.tensors)}
+        spans = {span.parameter: span for span in self.shards.spans()}
+        taken: dict[int, Group] = {}
+        for parameter, state in self.shown.items():
+            index = index_of.get(id(parameter), -1)
+            name = "what the model does not train" if index < 0 else self.parameters.names[index]
+            try:
+                taken[index] = {
+                    key: checkpoint.written(value, parameter, spans.get(index), any_shape=self.whole)
+                    for key, value in state.items()
+                }
+            except (AttributeError, ValueError) as error:
+                name = f"{name} ({error})"
+            if index < 0 or index not in taken:
+                raise ValueError(
+                    f"State that cannot be sharded was written to a ShardedOptimizer, for {name}. Write, on all ranks "
+                    "alike, by parameter of the model, numbers or tensors of its whole shape." + see("FD043")
+                )
+        for index, span in spans.items():
+            of_inner, state = self.inner[span.bucket].state, taken.get(index, {})
+            of_inner.pop(span.holder, None)
+            if (main := state.pop(_MAIN, None)) is not None:
+                span.holder.copy_(main)
+            if state:
+                of_inner[span.holder] = state
 
     def check_trained(self, group: Group) -> None:
         """Raise ValueError if a parameter of ``group`` is not the model's, or has sparse gradients."""
@@ -145,9 +226,10 @@ class Parts:
         memory = [(parameter.data, parameter.grad) for parameter in tensors]
         try:
             if before is not None and not has_moved:
-                before.begin_step()  # copies in fp32 follow what others have written
+                self.begin_step()  # copies in fp32 follow what others have written
+            self.inner = []
             self._shards = shards = Shards(now, whole=self.whole, wire=self._wire, waits_in_step=self.waits_in_step)
-            self.inner = [self._inner_of(bucket) for bucket in shards.buckets]
+            self._make_inner()
             if before is not None and has_moved:
                 shards.lack(before.incomplete)
             elif before is not None:
@@ -163,6 +245,7 @@ class Parts:
         if before is not None:
             shards.is_compiled = before.is_compiled
             before.release()
+        self.follow_state()
         if not self.waits_in_step:
             shards.wait_where_read()  # nothing is on its way; but the first graph that is compiled is noticed
 
@@ -230,6 +313,8 @@ class Parts:
         """Step this rank's part of bucket ``number``, or do something else with it."""
         inner = self.inner[number]
         for group, own in zip(self.groups, inner.param_groups, strict=True):
+            for removed in own.keys() - group.keys() - {"params"}:
+                del own[removed]
             own.update(settings_of(group))
         for one in [inner] if method == "step" else members(inner):
             getattr(one, method, lambda: None)()
@@ -251,6 +336,7 @@ class Parts:
             for span, values in zip(bucket.spans, before, strict=True):
                 span.holder.copy_(values)
                 span.holder.grad = None
+        self.follow_state()
 
     def check_gradients(self) -> None:
         """Drop the gradients that ``zero_grad`` has removed, and raise for those that are not averages."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastddp.errors import see
 from fastddp.sharding.mixed import Make
@@ -21,7 +22,7 @@ _ELEMENTWISE = {
     for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905
 }
 _SCALES = (1.0, 1e-2, 100.0, 1.0, 1.0)  # of each step's gradients, for what depends on a norm
-_SMALL, _LARGE = 8, 130  # of a dimension: classes that treat large matrices otherwise do so from 128 on
+_SMALL, _LARGE = 8, 256  # of a dimension: large matrices are factored from 128 on, or quantised in blocks of up to 256
 _ALL = (0.0, 1.0)
 
 Part = tuple[float, float]
@@ -48,19 +49,33 @@ def _way_of(make: Any, groups: Sequence[Group]) -> Way:
         return Way("elements")
     name, state = getattr(kind, "__name__", repr(kind)), random.getstate()
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad(), _WithoutCollectives() as trial:
             warnings.simplefilter("ignore")
             shard, seen = _Trial(make, groups, _SMALL).way()
             if shard == "elements":
                 shard, seen = _Trial(make, groups, _LARGE).way_of_parts()
     finally:
         random.setstate(state)
+    if trial.called:
+        shard, seen = "neither", "calls collectives in its step, so it shards itself"
     if shard == "neither":
         raise ValueError(
             f"{name} {seen}, and each rank has a part. Use it without ShardedOptimizer, over model.parameters()."
             + see("FD046")
         )
     return Way(shard, f"{name} {seen}")
+
+
+class _WithoutCollectives(TorchDispatchMode):
+    """A trial has other parameters than a step: what ranks exchange in it would be anything, or nothing."""
+
+    called = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            self.called = True
+            raise RuntimeError("a trial has no ranks")
+        return func(*args, **(kwargs or {}))
 
 
 class _Trial:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fastddp.errors import see
 from fastddp.sharding.notice import HARMLESS
@@ -16,7 +18,10 @@ if TYPE_CHECKING:  # it is large, and imported by whoever calls these methods
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-_OF_PART = (Tensor.__deepcopy__, Tensor.clone, Tensor.cpu, Tensor.cuda, Tensor.detach, Tensor.pin_memory, Tensor.to)
+_OF_PART = {Tensor.__deepcopy__, Tensor.clone, Tensor.cpu, Tensor.cuda, Tensor.detach, Tensor.pin_memory, Tensor.to}
+_OF_PART |= {Tensor.data.__get__, torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like}  # type: ignore[attr-defined]
+_WRITES = re.compile(r"__setitem__|__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor)__|[a-z]\w*_")
+_READS_OTHERS = {"cumsum_", "cumprod_", "renorm_", "set_"}  # elements, or memory
 
 
 class Box(NamedTuple):
@@ -26,12 +31,17 @@ class Box(NamedTuple):
     sizes: torch.Size
     values: Tensor
 
+    def within(self, whole: Tensor) -> Tensor:
+        """The rectangle's place in ``whole``."""
+        return whole[tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))]
+
 
 class ShardedState(Tensor):
     """Elements ``begin`` to ``end`` of a tensor of this shape, in the order of the parameter's memory.
 
     It has the whole tensor's shape, and memory for the part. It can be pickled, copied and moved, and
-    ``torch.distributed.checkpoint`` saves and loads the part as rectangles of the whole. Any other use raises.
+    ``torch.distributed.checkpoint`` saves and loads the part as rectangles of the whole. What is written in place, by
+    all ranks alike, is written to the part. Any other use raises.
     """
 
     part: Tensor
@@ -75,6 +85,21 @@ class ShardedState(Tensor):
             values = self.part[first : first + math.prod(sizes)].view(sizes).permute(back)
             yield Box(torch.Size(offsets[at] for at in back), values.shape, values)
             first += values.numel()
+
+    def _whole(self) -> Tensor:
+        """The whole, with zeros where other ranks have it."""
+        whole = torch.zeros(self.shape, dtype=self.part.dtype, device=self.part.device)
+        for box in self.boxes():
+            box.within(whole).copy_(box.values)
+        return whole
+
+    def _write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Do it with a whole, and take the part; False: it is no write to elements."""
+        wholes = tree_map_only(ShardedState, ShardedState._whole, (self, *args))
+        func(*wholes, **tree_map_only(ShardedState, ShardedState._whole, kwargs))
+        for box in self.boxes() if wholes[0].shape == self.shape else ():
+            box.values.copy_(box.within(wholes[0]))
+        return wholes[0].shape == self.shape
 
     # ------------------------------------------------------------- what torch/distributed/_checkpointable.py asks for
 
@@ -121,6 +146,10 @@ class ShardedState(Tensor):
         if isinstance(this, ShardedState) and (func in _OF_PART or func is Tensor.new_empty):
             part = func(this.part, *args[1:], **(kwargs or {})) if func in _OF_PART else this.part
             return sharded_state(part, tuple(this.shape), this.order, this.begin, this.end)
+        name = getattr(func, "__name__", "")
+        is_write = isinstance(this, ShardedState) and _WRITES.fullmatch(name) and name not in _READS_OTHERS
+        if is_write and this._write(func, args[1:], kwargs or {}):
+            return this
         raise RuntimeError(
             f"This state of a ShardedOptimizer is one rank's part, and {getattr(func, '__name__', func)} needs all of "
             "it. Take the whole state from full_state_dict(), which all ranks call." + see("FD043")
