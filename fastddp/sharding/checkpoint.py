@@ -83,7 +83,7 @@ class Held:
         trained = chain.from_iterable(one["params"] for one in self.groups)
         number_of = {id(parameter): number for number, parameter in enumerate(trained)}
         found = {}
-        for index, state in gathered(self.shards, self.of_span):
+        for index, state in gathered(self.shards, self.inner, self.of_span):
             parameter = self.parameters[index]
             if keep:
                 found[number_of[id(parameter)]] = {

@@ -33,6 +33,11 @@ def members(optimizer: Any) -> Sequence[Any]:
     return optimizer.each if isinstance(optimizer, _OneForEachGroup) else [optimizer]
 
 
+def names_of(inner: Sequence[Optimizer]) -> str:
+    """Of the classes of one of these optimizers."""
+    return " and ".join(sorted({type(member).__name__ for one in inner[:1] for member in members(one)}))
+
+
 class _OneForEachGroup(Optimizer):
     """An optimizer for each group, with one ``state``."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import warnings
 import weakref
 from collections import defaultdict
@@ -21,7 +22,7 @@ from fastddp.ddp import DistributedDataParallel
 from fastddp.errors import see
 from fastddp.in_place.replicated import wrapper_of
 from fastddp.sharding import checkpoint
-from fastddp.sharding.mixed import make_optimizer, members, without_classes
+from fastddp.sharding.mixed import make_optimizer, members, names_of, without_classes
 from fastddp.sharding.notice import ShardedGradient
 from fastddp.sharding.parts import Parts, settings_of
 from fastddp.sharding.probe import Way, find_way
@@ -94,8 +95,6 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         Optimizer.__init__(self, template.param_groups, template.defaults)
         Joinable.__init__(self)
         self.parts.shown, self.parts.optimizer = None, weakref.ref(self)
-        if (before := wrapper.engine.sharded) is not None and before.optimizer() is not None:
-            self.parts.check_none_missing()  # as where two optimizers have half of a model each
         wrapper.engine.shard(self.parts)
         let_scalers_unscale_parts()
 
@@ -133,6 +132,11 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         self.parts.add_group(own)
 
     # ------------------------------------------------------------------------------------------------------- a step
+
+    @staticmethod
+    def profile_hook_step(func: Any) -> Any:
+        """As torch's around :meth:`step`, which dynamo leaves alone: it cannot trace what has no memory."""
+        return torch._disable_dynamo(Optimizer.profile_hook_step(func))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step with this rank's part of the gradients, and give all ranks the new parameters.
@@ -370,6 +374,16 @@ def _check(model: object, shard: str | None, gather: str) -> None:
         )
     _check_model(model)
     check_not_shared(model.engine, if_sharded=False)
+    before = model.engine.sharded
+    if before is not None and before.optimizer() is not None:
+        gc.collect()  # schedulers may hold it in a cycle
+        other: Any = before.optimizer()
+        if other is not None:
+            raise ValueError(
+                f"A {type(other).__name__} of {names_of(other.parts.inner)} trains the model already, and would go on with "
+                "parts that are gone. Delete it, with what holds it, before you make another one; or give the groups of "
+                'both to one, by "optimizer_class".' + see("FD047")
+            )
     if shard not in (None, "elements", "parameters"):
         raise ValueError(f'shard must be "elements", "parameters" or None, got {shard!r}.' + see("FD024"))
     if gather not in ("step", "forward"):

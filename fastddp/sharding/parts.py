@@ -265,7 +265,7 @@ class Parts:
             for old, new in zip(members(inner_before[0]), members(inner), strict=True):
                 carry_over(old, new)
         own = {span.parameter: span for span in self.shards.spans()}
-        for index, whole in gathered(before, of_span):
+        for index, whole in gathered(before, inner_before, of_span):
             if index in own:
                 self._take(own[index], whole.of_span(own[index]))
         for index in notices:

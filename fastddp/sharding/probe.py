@@ -157,7 +157,11 @@ class _Trial:
         holders = {
             number: nn.Parameter(_cut(self._parameters[number][1], part).clone()) for number in numbers or self._every
         }
-        optimizer: Any = self._make([self._group(number, holders) for number in range(len(self._groups))])
+        groups = [self._group(number, holders) for number in range(len(self._groups))]
+        try:
+            optimizer: Any = self._make(groups)
+        except Exception:  # some classes take no groups
+            optimizer = self._make([holder for group in groups for holder in group["params"]])
         getattr(optimizer, "train", lambda: None)()
         for step in range(len(_SCALES)):
             for number, holder in holders.items():

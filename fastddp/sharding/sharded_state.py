@@ -147,8 +147,8 @@ class ShardedState(Tensor):
             part = func(this.part, *args[1:], **(kwargs or {})) if func in _OF_PART else this.part
             return sharded_state(part, tuple(this.shape), this.order, this.begin, this.end)
         name = getattr(func, "__name__", "")
-        is_write = isinstance(this, ShardedState) and _WRITES.fullmatch(name) and name not in _READS_OTHERS
-        if is_write and this._write(func, args[1:], kwargs or {}):
+        writes = _WRITES.fullmatch(name) and name not in _READS_OTHERS
+        if writes and isinstance(this, ShardedState) and this._write(func, args[1:], kwargs or {}):
             return this
         raise RuntimeError(
             f"This state of a ShardedOptimizer is one rank's part, and {getattr(func, '__name__', func)} needs all of "

@@ -67,7 +67,8 @@ class Shards:
         setting = now.setting
         self.group = group = setting.sharding_group
         self.plan: Buckets = setting.plan
-        self._names = setting.names
+        self.names = setting.names
+        self.whole = whole
         self.sharding = _C.Sharding(
             setting.parameters,
             setting.names,
@@ -84,7 +85,7 @@ class Shards:
         holders = {span.parameter: span.holder for span in self.spans()}
         for index in chain.from_iterable(self.plan):
             zero, dtype = zeroing(holders.get(index)), setting.parameters[index].dtype
-            self.notices[index] = ShardedGradient.of(self._parameters[index], dtype, self._names[index], zero)
+            self.notices[index] = ShardedGradient.of(self._parameters[index], dtype, self.names[index], zero)
         weakref.finalize(self, _forget, self._parameters, self.notices).atexit = False
         self._memory = [parameter.data_ptr() for parameter in self._parameters]
         lanes = setting.lanes_over(group, with_reads=waits_in_step)
@@ -194,7 +195,7 @@ class Shards:
         for index in chain.from_iterable(self.plan):
             if self._parameters[index].data_ptr() != self._memory[index]:
                 raise RuntimeError(
-                    f"Parameter {self._names[index]} has other memory than its ShardedOptimizer has given it, so "
+                    f"Parameter {self.names[index]} has other memory than its ShardedOptimizer has given it, so "
                     "steps would not change it: .data was assigned, or the module converted. Convert the module before "
                     "it is wrapped, and write values by parameter.copy_()." + see("FD042")
                 )
@@ -250,13 +251,13 @@ class Shards:
     def wait(self) -> None:
         """Until all parameters are here, or have failed; RuntimeError: their gather fails, or has failed."""
         with self._receives, ExitStack() as last_first:  # each, also if another one raises
-            last_first.callback(lambda: self.incomplete or self._end())
+            last_first.callback(self._end, unless=self.incomplete)
             for number in sorted(self._coming):
                 last_first.callback(self.wait_for, number)
         self.check()
 
-    def _end(self) -> None:
-        if self._arriving is not None:
+    def _end(self, unless: object = None) -> None:
+        if self._arriving is not None and not unless:
             self._arriving.end()
             self._arriving = None
 
@@ -305,7 +306,7 @@ class Shards:
             for index in self.incomplete if indices is None else self.incomplete.keys() & set(indices):
                 if self._parameters[index]._version == self.incomplete[index]:
                     raise RuntimeError(
-                        f"fastddp: parameter {self._names[index]} is incomplete: after the optimizer's last step this "
+                        f"fastddp: parameter {self.names[index]} is incomplete: after the optimizer's last step this "
                         "rank did not get what other ranks had stepped. Start again from the last checkpoint."
                         + see("FD044")
                     )

@@ -228,32 +228,25 @@ def test_a_copy_of_the_model_has_the_parameters_and_no_optimizer(rank: int, gath
     assert train(twin, again, rank) == values(model) == [-0.5, -0.5]
 
 
+@pytest.mark.parametrize("params", [None, "half"])
 @on_ranks(2)
-def test_another_optimizer_takes_the_place_of_the_first(rank: int) -> None:
+def test_a_second_optimizer_is_refused_while_there_is_the_first(rank: int, params: str | None) -> None:
     model = wrapped()
-    first = sharded(model)
-    train(model, first, rank)
-    second = sharded(model, momentum=0.5, shard="parameters")
-    for _ in range(2):
-        backward(model, rank)
-        with pytest.raises(RuntimeError, match=r"Another ShardedOptimizer has been made(.|\n)*FD042"):
-            first.step()
-        second.step()
-        second.zero_grad()
-    assert values(model) == [0.25 - 0.75 - 1.125] * 2
-
-
-@on_ranks(2)
-def test_two_optimizers_that_have_a_half_each_are_refused_when_the_second_is_made(rank: int) -> None:
-    model = wrapped()
-    first, second = ([parameter] for parameter in model.parameters())
-    optimizer = sharded(model, params=first)
-    with pytest.raises(ValueError, match=r"leaves out a(.|\n)*FD042"):
-        sharded(model, params=second)
-    optimizer.add_param_group({"params": second})
-    assert train(model, optimizer, rank) == [0.25, 0.25]
-    del optimizer
-    sharded(model, params=second).add_param_group({"params": first})
+    halves = [[parameter] for parameter in model.parameters()]
+    first = sharded(model, params=params and halves[0])
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        with pytest.raises(ValueError, match=r"A ShardedOptimizer of SGD trains the model already(.|\n)*FD047"):
+            sharded(model, kind, params=params and halves[1])
+    if params:
+        first.add_param_group({"params": halves[1]})
+    assert train(model, first, rank) == [0.25, 0.25]
+    schedule = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
+    schedule.cycle = schedule
+    del first, schedule
+    second = sharded(model, momentum=0.5, shard="parameters", params=params and halves[1])
+    if params:
+        second.add_param_group({"params": halves[0]})
+    assert train(model, second, rank) == [-0.5, -0.5]
 
 
 @pytest.mark.parametrize("which", ["inner", "outer"])
