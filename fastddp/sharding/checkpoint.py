@@ -193,6 +193,10 @@ class Saved:
             mains = [state.pop(MAIN, None) for state in states.values()]
             states = {number: state for number, state in states.items() if state}
             inner.load_state_dict({"state": states, "param_groups": inner.state_dict()["param_groups"]})
+            for span in spans:  # torch casts to the parameter's dtype, whole numbers too
+                loaded, saved = inner.state.get(span.holder, {}), states.get(number_of[id(span.holder)], {})
+                whole = {key for key, value in saved.items() if isinstance(value, Tensor) and not _is_real(value)}
+                loaded.update({key: loaded[key].to(saved[key].dtype) for key in whole & loaded.keys()})
             for span, main in zip(spans, mains, strict=True):
                 if shards.main_of(span) is not None:
                     span.holder.copy_(torch.full_like(span.holder, torch.nan) if main is None else main)
@@ -202,6 +206,10 @@ class Saved:
         parameter = self._parameters.tensors[span.parameter]
         state = self.of_parameter.get(span.parameter, {})
         return {key: _part(value, parameter, span) for key, value in state.items()}
+
+
+def _is_real(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 class Elsewhere(dict[str, Any]):

@@ -42,8 +42,9 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         model: whose parameters to train. From now on they are views of one flat tensor a bucket, and ``parameter.grad``
             is a :class:`fastddp.sharding.notice.ShardedGradient` once backward has averaged it.
         optimizer_class: a class of ``torch.optim``, or one like it.
-        params: parameters or parameter groups; None: all of the model's. Those that are left out have to come by
-            :meth:`add_param_group` before the first :meth:`step`. A group may name a class of its own, as
+        params: parameters or parameter groups; None: all that the model synchronises. What it ignores stays as it is,
+            and a warning says so. Those that are left out have to come by :meth:`add_param_group` before the first
+            :meth:`step`. A group may name a class of its own, as
             ``{"params": biases, "optimizer_class": torch.optim.AdamW, "lr": 3e-4}``. Its settings are in the group; all
             others have that class' defaults.
         shard: "elements": every rank has the same number of elements of each bucket, for optimizers that treat each
@@ -82,7 +83,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             raise ValueError(
                 f"parameter_wire must be torch.float16 or torch.bfloat16, got {parameter_wire}." + see("FD024")
             )
-        given, own = without_classes(list(wrapper.parameters() if params is None else params))
+        given, own = without_classes(_trained_by(wrapper) if params is None else list(params))
         make = functools.partial(optimizer_class, **settings)
         if given and isinstance(given[0], Tensor):
             given = [parameter for parameter in given if parameter.requires_grad]
@@ -225,7 +226,10 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         """Whether torch.distributed.checkpoint steps with assigned zeros, so that there is state to load into."""
         trained = (parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad)
         gradients = [parameter.grad for parameter in trained]
-        if any(gradient is None or isinstance(gradient, ShardedGradient) for gradient in gradients) or self._has_state():
+        if (
+            any(gradient is None or isinstance(gradient, ShardedGradient) for gradient in gradients)
+            or self._has_state()
+        ):
             return False
         return not any(bool(gradient.any()) for gradient in gradients)
 
@@ -352,6 +356,20 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         parts.refuses = ""
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+
+def _trained_by(wrapper: DistributedDataParallel) -> list[Tensor]:
+    trained = wrapper.engine.now.parameters.tensors
+    known = set(map(id, trained))
+    ignored = [name for name, one in wrapper.module.named_parameters() if one.requires_grad and id(one) not in known]
+    if ignored:
+        warnings.warn(
+            f"ShardedOptimizer does not step {', '.join(ignored[:3])}{' ...' if len(ignored) > 3 else ''}, which the "
+            "model ignores: ranks have values of their own. Give them to an optimizer that is not sharded."
+            + see("FD042"),
+            stacklevel=3,
+        )
+    return list(trained)
 
 
 def _check_model(model: DistributedDataParallel) -> None:

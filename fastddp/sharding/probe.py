@@ -49,7 +49,12 @@ def _way_of(make: Any, groups: Sequence[Group]) -> Way:
         return Way("elements")
     name, state = getattr(kind, "__name__", repr(kind)), random.getstate()
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad(), _WithoutCollectives() as trial:
+        with (
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(),
+            torch.no_grad(),
+            _WithoutCollectives() as trial,
+        ):
             warnings.simplefilter("ignore")
             shard, seen = _Trial(make, groups, _SMALL).way()
             if shard == "elements":
@@ -70,6 +75,10 @@ class _WithoutCollectives(TorchDispatchMode):
     """A trial has other parameters than a step: what ranks exchange in it would be anything, or nothing."""
 
     called = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # an optimizer may compile its step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:

@@ -152,7 +152,10 @@ def test_dictionaries_that_are_kept_follow_and_count(rank: int) -> None:
 
 
 UNFIT: dict[str, tuple[Act, str]] = {
-    "another shape": (lambda o, all_: o.state[all_[0]].update(exp_avg=torch.ones(2)), r"first\.weight.*\(7, 5\)(.|\n)*FD043"),
+    "another shape": (
+        lambda o, all_: o.state[all_[0]].update(exp_avg=torch.ones(2)),
+        r"first\.weight.*\(7, 5\)(.|\n)*FD043",
+    ),
     "another's part": (lambda o, all_: o.state[all_[0]].update(exp_avg=of(o, all_[3])), r"first\.weight(.|\n)*FD043"),
     "no parameter": (lambda o, all_: o.state.update({"count": {}}), r"does not train(.|\n)*FD043"),
     "no dictionary": (lambda o, all_: o.state.update({all_[0]: 1}), r"first\.weight(.|\n)*FD043"),
@@ -204,6 +207,11 @@ def test_what_reads_other_ranks_elements_is_refused_on_all_ranks(rank: int) -> N
     model(torch.ones(2, 5)).square().mean().backward()
     optimizer.step()
     for parameter in module.parameters():
-        for use in (lambda one: one.cumsum_(0), lambda one: one.norm(), lambda one: one + 1, lambda one: one.resize_(2)):
+        for use in (
+            lambda one: one.cumsum_(0),
+            lambda one: one.norm(),
+            lambda one: one + 1,
+            lambda one: one.resize_(2),
+        ):
             with pytest.raises(RuntimeError, match=r"FD043"):
                 use(of(optimizer, parameter))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -188,6 +189,25 @@ class KeepsTwo(Small):
         return gradient * state["rates"][0, 0] / state["count"][0]
 
 
+class GathersItself(Small):
+    """Muon of KellerJordan: it takes parameters alone, and each rank steps some of them."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        assert all(isinstance(parameter, torch.nn.Parameter) for parameter in params)
+        super().__init__(params, **settings)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            found = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+            dist.all_gather(found, parameter.detach())
+
+
+class AddsUp(Small):
+    def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
+        dist.all_reduce(gradient)
+        return gradient
+
+
 class KeepsElsewhere(Small):
     """Momentum that is in no state."""
 
@@ -197,6 +217,30 @@ class KeepsElsewhere(Small):
 
     def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
         return self.momentum.setdefault(parameter, torch.zeros_like(parameter)).mul_(0.9).add_(gradient)
+
+
+class Quantised(Small):
+    """AdamW8bit's: from ``least`` elements on, the mean is numbers of 8 bits, and a scale for each block of 256."""
+
+    least = 4096
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor:
+        if parameter.numel() < self.least or parameter.numel() % 256:
+            return mean(state, "m", gradient)
+        scales = state.setdefault("scales", gradient.new_zeros(parameter.numel() // 256))
+        m = state.setdefault("m", torch.full_like(gradient, 128, dtype=torch.uint8))
+        new = (
+            ((m.double() - 128).view(-1, 256) * scales[:, None] / 127).view(gradient.shape).lerp(gradient.double(), 0.1)
+        )
+        scales.copy_(new.view(-1, 256).abs().amax(1))
+        m.copy_((new.view(-1, 256) / scales[:, None].clamp(min=1e-30) * 127).round().view(gradient.shape) + 128)
+        return new.to(gradient.dtype)
+
+
+class QuantisedLate(Quantised):
+    """Of so many that no trial sees it."""
+
+    least = 65537
 
 
 class ByGroup(Small):
