@@ -73,7 +73,7 @@ class Held:
             return {}
         trained = (parameter for group in self.groups for parameter in group["params"])
         return {
-            parameter: own[parameter] if parameter in own else Elsewhere.of(parameter)
+            parameter: own[parameter] if parameter in own else _elsewhere(parameter)
             for parameter in trained
             if own.get(parameter) != {}
         }
@@ -193,10 +193,12 @@ class Saved:
             mains = [state.pop(MAIN, None) for state in states.values()]
             states = {number: state for number, state in states.items() if state}
             inner.load_state_dict({"state": states, "param_groups": inner.state_dict()["param_groups"]})
-            for span in spans:  # torch casts to the parameter's dtype, whole numbers too
+            for span in spans:  # torch casts to the parameter's dtype, numbers of 8 bits too
                 loaded, saved = inner.state.get(span.holder, {}), states.get(number_of[id(span.holder)], {})
-                whole = {key for key, value in saved.items() if isinstance(value, Tensor) and not _is_real(value)}
-                loaded.update({key: loaded[key].to(saved[key].dtype) for key in whole & loaded.keys()})
+                codes = {
+                    key for key, value in saved.items() if getattr(value, "dtype", None) in (torch.uint8, torch.int8)
+                }
+                loaded.update({key: loaded[key].to(saved[key].dtype) for key in codes & loaded.keys()})
             for span, main in zip(spans, mains, strict=True):
                 if shards.main_of(span) is not None:
                     span.holder.copy_(torch.full_like(span.holder, torch.nan) if main is None else main)
@@ -208,39 +210,39 @@ class Saved:
         return {key: _part(value, parameter, span) for key, value in state.items()}
 
 
-def _is_real(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
-
-
 class Elsewhere(dict[str, Any]):
-    """The state of a parameter that other ranks have: {}, and no element of whatever is read by name."""
+    """The state of ``parameter``, which other ranks have: {}, and no element of whatever is read by name."""
 
     parameter: Tensor
-
-    @staticmethod
-    def of(parameter: Tensor) -> Elsewhere:
-        """Return that of a parameter."""
-        state = Elsewhere()
-        state.parameter = parameter
-        return state
 
     def __missing__(self, key: str) -> ShardedState:
         return ShardedState.of(self.parameter.detach().new_empty(0), self.parameter, 0, 0)
 
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
+
+def _elsewhere(parameter: Tensor) -> Elsewhere:
+    state = Elsewhere()
+    state.parameter = parameter
+    return state
 
 
-def written(value: Any, parameter: Tensor, span: Span | None, *, any_shape: bool) -> Any:
+def unfit(where: str) -> ValueError:
+    """The error for what cannot be written to the state."""
+    return ValueError(
+        f"State that cannot be sharded was written to a ShardedOptimizer, for {where}. Write, on all ranks alike, by "
+        "parameter of the model, numbers or tensors of its shape." + see("FD043")
+    )
+
+
+def written(value: Any, name: str, parameter: Tensor, span: Span | None, *, any_shape: bool) -> Any:
     """This rank's part of what a user has written for all of ``parameter``; ValueError: it is none of that."""
     if isinstance(value, ShardedState):
         if (value.shape, value.begin, value.end) != (parameter.shape, *((0, 0) if span is None else span[1:3])):
-            raise ValueError("a part of another parameter")
+            raise unfit(f"{name}: a part of another parameter")
         return value.part
     if not isinstance(value, Tensor) or value.dim() == 0 or (any_shape and value.shape != parameter.shape):
         return value
     if value.shape != parameter.shape:
-        raise ValueError(f"its shape is {tuple(parameter.shape)}, and not {tuple(value.shape)}")
+        raise unfit(f"{name} of shape {tuple(parameter.shape)}: {tuple(value.shape)}")
     if span is None:
         return value
     value = value.to(span.holder.dtype) if value.dtype == parameter.dtype else value

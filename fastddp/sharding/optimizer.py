@@ -83,7 +83,12 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             raise ValueError(
                 f"parameter_wire must be torch.float16 or torch.bfloat16, got {parameter_wire}." + see("FD024")
             )
-        given, own = without_classes(_trained_by(wrapper) if params is None else list(params))
+        trained = wrapper.engine.now.parameters
+        ignored = {name for name, one in wrapper.module.named_parameters() if one.requires_grad} - {*trained.names}
+        if params is None and ignored:
+            text = f"ShardedOptimizer does not step {', '.join(sorted(ignored))}, which the model ignores. Give it to "
+            warnings.warn(f"{text}an optimizer that is not sharded." + see("FD042"), stacklevel=2)
+        given, own = without_classes(list(trained.tensors if params is None else params))
         make = functools.partial(optimizer_class, **settings)
         if given and isinstance(given[0], Tensor):
             given = [parameter for parameter in given if parameter.requires_grad]
@@ -226,12 +231,9 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         """Whether torch.distributed.checkpoint steps with assigned zeros, so that there is state to load into."""
         trained = (parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad)
         gradients = [parameter.grad for parameter in trained]
-        if (
-            any(gradient is None or isinstance(gradient, ShardedGradient) for gradient in gradients)
-            or self._has_state()
-        ):
+        if any(gradient is None or isinstance(gradient, ShardedGradient) for gradient in gradients):
             return False
-        return not any(bool(gradient.any()) for gradient in gradients)
+        return not self._has_state() and not any(bool(gradient.any()) for gradient in gradients)
 
     # -------------------------------------------------------------------------------------------------- checkpoints
 
@@ -251,7 +253,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """With the model's parameters. What is changed here counts from the next step on."""
+        """What is changed here counts from the next step on."""
         return self.parts.groups
 
     @param_groups.setter
@@ -358,20 +360,6 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
             after(self)
 
 
-def _trained_by(wrapper: DistributedDataParallel) -> list[Tensor]:
-    trained = wrapper.engine.now.parameters.tensors
-    known = set(map(id, trained))
-    ignored = [name for name, one in wrapper.module.named_parameters() if one.requires_grad and id(one) not in known]
-    if ignored:
-        warnings.warn(
-            f"ShardedOptimizer does not step {', '.join(ignored[:3])}{' ...' if len(ignored) > 3 else ''}, which the "
-            "model ignores: ranks have values of their own. Give them to an optimizer that is not sharded."
-            + see("FD042"),
-            stacklevel=3,
-        )
-    return list(trained)
-
-
 def _check_model(model: DistributedDataParallel) -> None:
     config = model.engine.recipe.config
     refused = {
@@ -398,9 +386,9 @@ def _check(model: object, shard: str | None, gather: str) -> None:
         other: Any = before.optimizer()
         if other is not None:
             raise ValueError(
-                f"A {type(other).__name__} of {names_of(other.parts.inner)} trains the model already, and would go on with "
-                "parts that are gone. Delete it, with what holds it, before you make another one; or give the groups of "
-                'both to one, by "optimizer_class".' + see("FD047")
+                f"A {type(other).__name__} of {names_of(other.parts.inner)} trains the model already. Delete it, and "
+                'what holds it, before you make another one; or make one whose groups name an "optimizer_class".'
+                + see("FD047")
             )
     if shard not in (None, "elements", "parameters"):
         raise ValueError(f'shard must be "elements", "parameters" or None, got {shard!r}.' + see("FD024"))

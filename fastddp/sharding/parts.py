@@ -96,17 +96,15 @@ class Parts:
 
     def take_groups(self) -> None:
         """Step the parameters that groups have now; ValueError: they cannot be stepped."""
-        now = [[*map(id, group["params"])] for group in self.groups]
-        if now == self._stepped:
+        if self._stepped == [[*map(id, group["params"])] for group in self.groups]:
             return
-        make_of = {one: self._own.get(number) for number, ids in enumerate(self._stepped) for one in ids}
-        for number, group in enumerate(self.groups):
+        if self._own:
+            raise ValueError(
+                "Parameters have been moved between the groups of a ShardedOptimizer whose groups name their classes. "
+                "Make another one with these groups." + see("FD042")
+            )
+        for group in self.groups:
             self.check_trained(group)
-            if {make_of[one] for one in now[number] if one in make_of} - {self._own.get(number)}:
-                raise ValueError(
-                    "A parameter has come into a parameter group of another optimizer class, which does not know its "
-                    "state. Make another ShardedOptimizer with these groups." + see("FD042")
-                )
         self._make_inner()
 
     def show_state(self) -> Any:
@@ -129,35 +127,25 @@ class Parts:
         if self.shown is not None:
             self.show_state()
 
-    @torch.no_grad()
     def _take_state(self) -> None:
         if self.shown is None:
             return
-        index_of = {id(parameter): index for index, parameter in enumerate(self.parameters.tensors)}
+        names = {id(parameter): (index, name) for index, (name, parameter) in enumerate(self.parameters)}
         spans = {span.parameter: span for span in self.shards.spans()}
         taken: dict[int, Group] = {}
         for parameter, state in self.shown.items():
-            index = index_of.get(id(parameter), -1)
-            name = "what the model does not train" if index < 0 else self.parameters.names[index]
-            try:
-                taken[index] = {
-                    key: checkpoint.written(value, parameter, spans.get(index), any_shape=self.whole)
-                    for key, value in state.items()
-                }
-            except (AttributeError, ValueError) as error:
-                name = f"{name} ({error})"
-            if index < 0 or index not in taken:
-                raise ValueError(
-                    f"State that cannot be sharded was written to a ShardedOptimizer, for {name}. Write, on all ranks "
-                    "alike, by parameter of the model, numbers or tensors of its whole shape." + see("FD043")
-                )
+            index, name = names.get(id(parameter), (-1, "what the model does not train"))
+            if index < 0 or not isinstance(state, Mapping) or _MAIN in state:  # parameters are written themselves
+                raise checkpoint.unfit(name)
+            taken[index] = {
+                key: checkpoint.written(value, name, parameter, spans.get(index), any_shape=self.whole)
+                for key, value in state.items()
+            }
         for index, span in spans.items():
-            of_inner, state = self.inner[span.bucket].state, taken.get(index, {})
+            of_inner = self.inner[span.bucket].state
             of_inner.pop(span.holder, None)
-            if (main := state.pop(_MAIN, None)) is not None:
-                span.holder.copy_(main)
-            if state:
-                of_inner[span.holder] = state
+            if taken.get(index):
+                of_inner[span.holder] = taken[index]
 
     def check_trained(self, group: Group) -> None:
         """Raise ValueError if a parameter of ``group`` is not the model's, or has sparse gradients."""

@@ -214,10 +214,9 @@ class Shards:
         self._coming.add(number)
 
     # Note [Who receives parameters]
-    # Several threads may read parameters that are on their way: a forward, and whoever saves or averages them. The first one
-    # receives a bucket: it waits, copies, and raises the parameters' versions. Then the bucket is no longer in `_coming`, and all
-    # others wait for that, or see that it has failed. What stands in modules' dictionaries changes under the same lock, or a
-    # reader of the last step would end what the next one has begun.
+    # A forward, and whoever saves or averages parameters, may read them in several threads. The first one receives a
+    # bucket: it waits, copies and raises versions. Then the bucket leaves `_coming`, and the others see it here, or
+    # failed. Modules' dictionaries change under the same lock: a late reader must not end what the next step begins.
 
     @torch.no_grad()
     def wait_for(self, number: int) -> None:
@@ -235,8 +234,8 @@ class Shards:
         try:
             with self._noting_failure(number):
                 self._reducer.await_parameters(self._gather, number)
-                if number not in self._coming:
-                    return  # it has been given up
+                if number not in self._coming:  # it has been given up
+                    return
                 bucket = self.buckets[number]
                 if bucket.travels is not None:
                     bucket.flat.copy_(bucket.travels)
@@ -320,7 +319,8 @@ class Shards:
         Buckets of parameters that may be read in another way are here when this returns: of a compiled model, all.
         """
         if self.is_compiled:  # its graphs ask for dictionaries of the same type
-            return self.wait()
+            self.wait()
+            return
         with self._receives:
             self._end()
             self._arriving = arriving = ModulesWithArriving(self._module, self._numbers)
@@ -332,7 +332,7 @@ class Shards:
     def _wait_for_parameter(self, parameter: Tensor) -> None:
         if CompileContext.try_get() is not None:
             self.is_compiled = True
-            return self.wait()
+            self.wait()
         if (number := self._numbers.get(id(parameter))) is None:
             return
         is_coming = number in self._coming

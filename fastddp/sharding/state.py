@@ -61,9 +61,8 @@ def gathered(
                 blocks += [key for key, dtype in dtypes.items() if before.get(key, dtype) is not dtype]
                 if blocks and not shards.whole:
                     raise ValueError(
-                        f"{names_of(inner)} has in its state {', '.join(blocks)} of {shards.names[index]}, which is no "
-                        "number for each element, and ranks have parts of parameters. So it can be neither saved nor "
-                        'moved. Make the ShardedOptimizer with shard="parameters".' + see("FD046")
+                        f"{names_of(inner)} has in its state {', '.join(blocks)} of {shards.names[index]}, no number "
+                        'for each element, and ranks have parts of parameters. Pass shard="parameters".' + see("FD046")
                     )
                 wholes[index].values.update(values)
                 before.update(dtypes)
