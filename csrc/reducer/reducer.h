@@ -202,6 +202,7 @@ class Reducer : public Receiver, public std::enable_shared_from_this<Reducer> {
   void set_model_number(size_t number) {
     const std::lock_guard lock(mutex_);
     closing_.set_model_number(number);
+    driver_.set_model_number(number);
   }
 
   // How gradients travel from the next window on, and in which buckets; none: in those that there are. If it raises, nothing has

@@ -188,8 +188,8 @@ void Driver::cut(Travel& travel, size_t stage, const at::Tensor& travels) {
   const bool has_beside = wire.exists() && travels.is_same(wire.tensor()) && !wire.sum().is_same(wire.tensor());
   const auto beside = has_beside && !is_empty ? by.pieces(wire.sum()) : Shards();
   while (flight.pieces.size() < parts.size()) {
-    const auto number = travel.bucket->index() * kMostPieces + flight.pieces.size();
-    flight.pieces.emplace_back(static_cast<uint32_t>(number), travel.bucket->index());
+    const auto bucket = travel.bucket->index();
+    flight.pieces.emplace_back(tag_of(/*is_gathered=*/false, model_, bucket, flight.pieces.size()), bucket);
   }
   flight.pieces.erase(flight.pieces.begin() + static_cast<std::ptrdiff_t>(parts.size()), flight.pieces.end());
   for (size_t i = 0; i < parts.size(); ++i) {

@@ -70,6 +70,8 @@ class Driver {
   // Where the wires of coming ways come from; null: ordinary memory.
   const std::shared_ptr<const RegisteredMemory>& memory() const { return memory_; }
   void use_memory(std::shared_ptr<const RegisteredMemory> memory) { memory_ = std::move(memory); }
+  // As Reducer::set_model_number(), before the first window.
+  void set_model_number(size_t number) { model_ = number; }
   void set_weighting(const Weighting& weighting);
   const Weighting& weighting() const { return weighting_; }
   // The factor for gradients that travel outside of buckets, before the ranks add them up.
@@ -169,6 +171,7 @@ class Driver {
   std::shared_ptr<Way> way_;
   std::shared_ptr<const RegisteredMemory> memory_;
   Weighting weighting_;
+  size_t model_ = 0;
   Trip trip_;
   std::vector<Travel> travels_;  // by bucket
   std::vector<size_t> order_;    // of stages in a tick
