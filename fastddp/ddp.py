@@ -178,7 +178,8 @@ class DistributedDataParallel(Additions):
         local_parts = LocalParts(module, self.process_group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = collect_parameters(module, self.parameters_to_ignore)
-        check_not_replicated(module)
+        if not self._is_alone:
+            check_not_replicated(module)
         for child in module.modules():
             check_beside_torchs(child, parameters.tensors)
         delayed = Delayed.from_arguments(delay_all_reduce_named_params, param_to_hook_all_reduce, parameters)

@@ -129,7 +129,7 @@ FD021: The process group is missing, or is not usable
   group was made anew.
 FD022: The module cannot be wrapped as it is
 - It has no parameter to train, or one without values or without a shape; its parameters are on several kinds of
-  devices, or do not fit device_ids; or it is of a kind that cannot be synchronised.
+  devices, or do not fit device_ids; or it is of a kind that cannot be synchronised, or a class that allows no subclass.
 - Do to the module what the message says, then wrap it. Parameters that stay on each rank can be excluded with
   _set_params_and_buffers_to_ignore_for_model.
 FD023: Arguments do not go together
@@ -198,8 +198,8 @@ FD038: Only torch's DDP can do that
   compiled autograd, or a backward that is finished by hand.
 - Leave the call out, or use torch.nn.parallel.DistributedDataParallel. docs/differences.md lists all of these.
 FD039: The wrapper cannot be pickled or loaded
-- A wrapper, or a replicated module, can be pickled only over the default process group. A pickle of torch's wrapper
-  cannot become one of fastddp's.
+- A wrapper can be pickled only over the default process group. A pickle of torch's wrapper cannot become one of
+  fastddp's.
 - Save state_dict() or model.module instead. Load an old pickle where nothing is patched.
 FD040: The driver or Triton does not fit
 - The driver of the GPU is missing or older than CUDA 12, or a kernel was compiled by a version of Triton that fastddp

@@ -30,7 +30,6 @@ class HiddenWrapper(DistributedDataParallel):
     ``csrc/reducer/reducer.cpp``). What stays local is decided in backward.
     """
 
-    plain_class: Any  # the module's, without what is added to it
     _is_alone = True
     _synchronises = True
     _steps_before: int | None = None  # those of optimizers, when the last window was opened
@@ -88,7 +87,7 @@ class HiddenWrapper(DistributedDataParallel):
         return self._run_ddp_forward(*inputs, **kwargs)
 
     def _callee(self) -> Callable[..., Any]:
-        return types.MethodType(self.plain_class.__call__, self.module)
+        return types.MethodType(self.module.__class__.__call__, self.module)  # the plain class
 
     def _open_in_backward(self) -> None:
         if self._stand_ins is not None:

@@ -60,8 +60,8 @@ register_optimizer_step_pre_hook(_check)
 _HAS_NO_WRAPPER = (
     "fastddp: an optimizer is about to step with gradients of a replicated module that are this rank's alone. The "
     "module gets its wrapper in its first forward, or that of a submodule: its parameters were on the meta device when "
-    "it was replicated, torch's replicate() does so, or it is a copy. But no forward has come, or under no_grad() "
-    "alone. Call the module, or call fastddp.replicate() when its parameters have memory."
+    "it was replicated, or torch's replicate() does so. But no forward has come. Call the module, or call "
+    "fastddp.replicate() when its parameters have memory."
 )
 _MODULE_IS_GONE = (
     "fastddp: an optimizer is about to step parameters of a replicated module that is gone, and nothing averages "

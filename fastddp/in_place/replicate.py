@@ -16,7 +16,7 @@ from fastddp.in_place.replicated import Replicated, hold, wrapper_of
 from fastddp.in_place.replication import Replication, let_go
 from fastddp.module.parameters import trained_parameters
 from fastddp.torch_compat.job_options import check_names_of_arguments
-from fastddp.torch_compat.refusals import REPLICATED, check_not_replicated
+from fastddp.torch_compat.refusals import check_not_replicated, replication_of
 
 
 def replicate(
@@ -68,7 +68,7 @@ def check_module(module: object, options: dict[str, Any]) -> None:
             "parameters' dtype. Use torch.autocast, or parameters of 16 bits with main_grads." + see("FD023")
         )
     check_names_of_arguments(DistributedDataParallel.__init__, options)
-    if REPLICATED in module.__dict__ and _is_over(module.__dict__[REPLICATED], module):
+    if (found := replication_of(module)) is None or _is_over(found, module):
         let_go(module)
     check_not_replicated(module)
     _check_kind(module)

@@ -63,10 +63,12 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-@functools.cache
 def is_left_alone(function: Callable[..., Any]) -> bool:
     """Whether dynamo compiles no frame of this function: of torch's own, for example."""
-    return bool(torch._dynamo.trace_rules.check(function))
+    return _check(getattr(function, "__code__", function))
+
+
+_check = functools.cache(lambda code: bool(torch._dynamo.trace_rules.check(code)))  # a function may hold its class
 
 
 class CompiledGraphs:

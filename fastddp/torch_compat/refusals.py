@@ -56,10 +56,16 @@ def _refusal(name: str) -> Any:
     return refuse
 
 
+def replication_of(module: object) -> Any:
+    """What replicates ``module`` in place; None: nothing does, though it may have been made of one that is."""
+    found = getattr(module, "__dict__", {}).get(REPLICATED)
+    return found if found is not None and found.module() is module else None
+
+
 def check_not_replicated(module: nn.Module) -> None:
     """Raise ValueError if ``module``, or a part of it, is replicated in place, and so has its gradients averaged."""
     for name, child in module.named_modules():
-        if REPLICATED in child.__dict__:
+        if replication_of(child) is not None:
             raise ValueError(
                 f"{name or 'The module'} ({type(child).__name__}) is replicated in place already, so its gradients are "
                 "averaged. Train it as it is, or replicate or wrap the whole model alone." + see("FD013")

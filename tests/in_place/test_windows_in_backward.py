@@ -96,6 +96,25 @@ def test_or_several_backwards_bring_gradients_of_different_parameters(rank: int,
     assert differences(expected, gradients(model)) == []
 
 
+@pytest.mark.parametrize("waits", [False, True])
+@on_ranks(2)
+def test_an_attribute_of_torchs_name_says_whether_backwards_average(rank: int, waits: bool) -> None:
+    model = fastddp.replicate(net().to("meta") if waits else net()).to_empty(device="cpu")
+    model.load_state_dict(net().state_dict())
+    model.require_backward_grad_sync = False
+    copy.deepcopy(model)
+    for number in range(3):
+        model.require_backward_grad_sync = number == 2
+        model.score(inputs(rank, number)).backward()
+        assert are_same(gradients(model)) == (number == 2)
+        assert model.require_backward_grad_sync == (number == 2)
+    with model.no_sync():
+        assert not model.require_backward_grad_sync
+    assert model.require_backward_grad_sync
+    model.set_requires_gradient_sync(False)
+    assert not model.require_backward_grad_sync
+
+
 @pytest.mark.parametrize("by", ["__call__", "score"])
 @on_ranks(2)
 def test_the_backward_and_not_the_forward_decides_whether_gradients_add_up(rank: int, by: str) -> None:
@@ -241,15 +260,11 @@ FIRST |= {one.__name__: one for one in (no_forward, optimizer_state, replicate_a
 
 
 @pytest.mark.tier("slow", but_one_in=2)
-@pytest.mark.parametrize("kind", ["meta", "copy"])
 @pytest.mark.parametrize("first", [*list(FIRST)[:-1], pytest.param("compiled", marks=pytest.mark.tier("slow"))])
 @on_ranks(2)
-def test_a_module_waits_for_its_first_forward(rank: int, first: str, kind: str) -> None:
-    if kind == "meta":
-        model = fastddp.replicate(net().to("meta")).to_empty(device="cpu")
-        model.load_state_dict(net().state_dict())
-    else:
-        model = copy.deepcopy(fastddp.replicate(net(), gradient_average="sum" if first == "replicate_anew" else "mean"))
+def test_a_module_waits_for_its_first_forward(rank: int, first: str) -> None:
+    model = fastddp.replicate(net().to("meta")).to_empty(device="cpu")
+    model.load_state_dict(net().state_dict())
     FIRST[first](model)
     check_averages(model, lambda one: one.score(inputs(rank)))
     check_averages(model, lambda one: inputs(rank).mean() * one.penalty())

@@ -50,7 +50,7 @@ def inputs(rank: int, number: int = 0, width: int = 3) -> Tensor:
 
 def averaged(module: nn.Module, *losses: Loss) -> list[Any]:
     """Gradients after a backward of each loss; two ranks' sum is the same bit for bit, whoever adds up."""
-    alone = copy.deepcopy(copy.copy(module))  # a plain module
+    alone = copy.deepcopy(module)  # a plain module
     alone.zero_grad()
     for loss in losses:
         loss(alone).backward()
