@@ -13,7 +13,7 @@ from torch import nn
 from fastddp.errors import see
 from fastddp.in_place import local_training
 from fastddp.in_place.hidden_wrapper import HiddenWrapper
-from fastddp.torch_compat.compiling import is_exporting, leave_alone
+from fastddp.torch_compat.compiling import is_exporting, leave_alone, runs_here
 from fastddp.torch_compat.refusals import REPLICATED, replication_of
 
 PLAIN_CLASS = "_fastddp_plain_class"
@@ -61,8 +61,7 @@ class Replication:
         module = self.module()
         if part is not module and (module is None or all(part is not one for one in module.modules())):
             return True
-        is_active = self.wrapper is not None and type(self.wrapper)._active_ddp_module is self.wrapper
-        return is_active or torch.jit.is_tracing()
+        return (self.wrapper is not None and runs_here(self.wrapper)) or torch.jit.is_tracing()
 
     def ready(self) -> HiddenWrapper:
         """The wrapper. All ranks make it together."""
@@ -138,7 +137,7 @@ set_class = vars(object)["__class__"].__set__
 def let_go(module: Any) -> None:
     """Make ``module`` plain."""
     if (found := replication_of(module)) is not None:
-        local_training.waiting.discard(found)
+        local_training.waiting.pop(found, None)
         forget_first_calls(module)
     module.__dict__.pop(REPLICATED, None)
     set_class(module, getattr(type(module), PLAIN_CLASS, type(module)))

@@ -8,8 +8,12 @@ hands its gradient over: note [Handed over], ``csrc/autograd/grad_hooks.h``. Par
 graphs of the same code serve other parameters too, and torch's caches hold.
 
 Where gradients cannot be handed over, dynamo cuts as for torch's DDP. It walks the parameters from the last used to the
-first, as ``plan_buckets`` does, and asks the model for one cap, ``bucket_bytes_cap``. It takes the first bucket's cap
-from a constant of ``torch.distributed`` (1 MiB), and fails if the other cap is smaller.
+first, as ``plan_buckets`` does, and asks the model for one cap, ``bucket_bytes_cap``. We tell it the first bucket's.
+
+Note [Whose forward runs]
+Torch keeps the model whose forward runs in a global, which forwards save and restore. Of two threads (an actor and a
+learner, an evaluation beside training) the one that ends last would leave the other's model there, for ever. So what
+runs is a fact of its thread, and torch's global looks into the thread that asks. A wrapper of torch's writes over it.
 """
 
 from __future__ import annotations
@@ -17,21 +21,20 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastddp._C import Reducer
 from fastddp.errors import see
 from fastddp.module.nested import tensors_in
-
-_CONSTANT = "_DEFAULT_FIRST_BUCKET_BYTES"
+from fastddp.torch_compat.refusals import is_torchs
 
 
 def leave_alone(*functions: Callable[..., Any], where_inlined: bool = True) -> None:
@@ -206,34 +209,55 @@ def _with_compiled_gradients(outputs: Sequence[Tensor]) -> set[int]:
     return found
 
 
-class ActiveModel:
-    """Within this context, dynamo compiles graphs as those of ``model``, whose forward runs.
+class _Here(threading.local):
+    """Note [Whose forward runs]."""
 
-    The first bucket's cap is not more than the model's ``bucket_bytes_cap``.
-    """
+    innermost: ActiveModel | None = None
+
+    def __get__(self, instance: object, owner: object) -> Any:
+        """What torch's global is."""
+        return self.innermost and self.innermost.model
+
+
+_here = _Here()
+
+
+@torch._disable_dynamo
+def runs_here(model: Any) -> bool:
+    """Whether the innermost forward of this thread is that of ``model``."""
+    return _here.innermost is not None and _here.innermost.model is model
+
+
+class ActiveModel:
+    """Within this context, dynamo compiles this thread's graphs as those of ``model``, whose forward runs."""
 
     def __init__(self, model: Any, first_bucket_bytes: int, graphs: CompiledGraphs) -> None:
-        self._model = model
+        self.model = model
         self._first_bucket_bytes = first_bucket_bytes
         self._graphs = graphs
 
     @torch._disable_dynamo
     def __enter__(self) -> bool:
         """Return whether the module needs a frame of ours to be compiled as one: :func:`call`."""
-        seam: Any = torch._dynamo.backends.distributed
-        self._before = (TorchDDP._active_ddp_module, getattr(dist, _CONSTANT), seam.DDPOptimizer)
-        _set(self._model, self._first_bucket_bytes, self._make_optimizer)
-        forward = self._model.module.forward
+        forward = self.model.module.forward
+        torch._dynamo.backends.distributed.DDPOptimizer.__new__ = _make_optimizer  # type: ignore[assignment, method-assign]
+        self._outer, _here.innermost = _here.innermost, self
+        before = vars(TorchDDP)["_active_ddp_module"]
+        self._before = before if is_torchs(before) else _here
+        TorchDDP._active_ddp_module = _here  # type: ignore[assignment]
         return isinstance(forward, types.MethodType) and is_left_alone(forward.__func__)
 
     @torch._disable_dynamo
     def __exit__(self, *exception: Any) -> None:
-        _set(*self._before)
+        if TorchDDP._active_ddp_module is self.model:  # else a wrapper of torch's has begun or ended in another thread
+            TorchDDP._active_ddp_module = self._before  # type: ignore[assignment]
+        _here.innermost = self._outer
 
-    def _make_optimizer(self, bucket_bytes_cap: int, backend_compile_fn: Any, *more: Any, **options: Any) -> Any:
+    def make_optimizer(self, torchs: Callable[..., Any], bucket_bytes_cap: int, backend_compile_fn: Any) -> Any:
         """What dynamo gets in place of its ``DDPOptimizer``."""
-        if self._graphs.are_cut(self._model.reducer, backend_compile_fn):
-            return self._before[-1](bucket_bytes_cap, backend_compile_fn, *more, **options)
+        if self._graphs.are_cut(self.model.reducer, backend_compile_fn):
+            cuts = torchs(bucket_bytes_cap, backend_compile_fn, first_bucket_cap=self._first_bucket_bytes)
+            return types.SimpleNamespace(compile_fn=cuts.compile_fn)
 
         def compile_fn(graph: fx.GraphModule, inputs: Sequence[Any], **of_backend: Any) -> Any:
             self._graphs.put_operators(graph, inputs)
@@ -242,7 +266,9 @@ class ActiveModel:
         return types.SimpleNamespace(compile_fn=compile_fn)
 
 
-def _set(model: TorchDDP | None, first_bucket_bytes: int, optimizer: Callable[..., Any]) -> None:
-    seam: Any = torch._dynamo.backends.distributed
-    TorchDDP._active_ddp_module, seam.DDPOptimizer = model, optimizer
-    setattr(dist, _CONSTANT, first_bucket_bytes)
+def _make_optimizer(cls: Any, bucket_bytes_cap: int, backend_compile_fn: Any, first_bucket_cap: Any = None) -> Any:
+    """In place of ``DDPOptimizer.__new__``."""
+    forward = _here.innermost
+    if forward is None or TorchDDP._active_ddp_module is not forward.model or first_bucket_cap is not None:
+        return object.__new__(cls)
+    return forward.make_optimizer(cls, bucket_bytes_cap, backend_compile_fn)

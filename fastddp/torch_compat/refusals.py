@@ -72,10 +72,14 @@ def check_not_replicated(module: nn.Module) -> None:
             )
 
 
+def is_torchs(model: object) -> bool:
+    """Whether it is a wrapper that has torch's reducer."""
+    return isinstance(model, TorchDDP) and "engine" not in vars(model)
+
+
 def check_beside_torchs(other: object, parameters: Collection[Tensor]) -> None:
     """Raise RuntimeError if ``other`` is torch's wrapper of some of these parameters, and moves their gradients."""
-    has_torchs_reducer = isinstance(other, TorchDDP) and "engine" not in vars(other)
-    if not has_torchs_reducer or not other.gradient_as_bucket_view:  # type: ignore[attr-defined]
+    if not is_torchs(other) or not other.gradient_as_bucket_view:  # type: ignore[attr-defined]
         return
     if not {id(parameter) for parameter in parameters}.isdisjoint(map(id, other.parameters())):  # type: ignore[attr-defined]
         raise RuntimeError(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
+import itertools
 import pickle
+import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.backends.distributed as seam
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
@@ -22,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import fastddp
+from fastddp.in_place.replicated import wrapper_of
 from hooks_by_name import averages
 from models import Expected, RaisesInBackward
 from on_ranks import gradients, on_ranks
@@ -37,7 +42,7 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.layers = nn.ModuleList(nn.Linear(inputs, outputs) for inputs, outputs in pairwise(WIDTHS))
+        self.layers = nn.ModuleList(nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(WIDTHS))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -741,13 +746,11 @@ def test_an_optimizer_that_steps_inside_a_compiled_backward_is_refused(rank: int
 
 @on_ranks(1)
 def test_what_dynamo_is_told_holds_in_forward_only_even_if_it_raises(rank: int) -> None:
-    seam = torch._dynamo.backends.distributed
-
     def told() -> tuple[Any, ...]:
-        return TorchDDP._get_active_ddp_module() is model, dist._DEFAULT_FIRST_BUCKET_BYTES, seam.DDPOptimizer
+        return TorchDDP._get_active_ddp_module(), dist._DEFAULT_FIRST_BUCKET_BYTES, type(dynamos_optimizer())
 
     def look(module: nn.Module, args: Any) -> None:
-        assert told()[:2] == (True, 0)
+        assert told()[:2] == (model, before[1])
         assert told()[2] is not before[2]
         raise ValueError("after the look")
 
@@ -756,7 +759,75 @@ def test_what_dynamo_is_told_holds_in_forward_only_even_if_it_raises(rank: int) 
     model.module.register_forward_pre_hook(look)
     with pytest.raises(ValueError, match="after the look"):
         model(batch(rank))
-    assert told() == before == (False, dist._DEFAULT_FIRST_BUCKET_BYTES, seam.DDPOptimizer)
+    assert told() == before == (None, dist._DEFAULT_FIRST_BUCKET_BYTES, seam.DDPOptimizer)
+
+
+def dynamos_optimizer() -> Any:
+    return seam.DDPOptimizer(2**20, lookup_backend("aot_eager"))
+
+
+FORWARDS = ["of fastddp's", "of torch's", "of a replicated module"]
+
+
+@pytest.mark.parametrize("other", FORWARDS)
+@pytest.mark.parametrize("first_to_end", [0, 1])
+@on_ranks(1)
+def test_forwards_of_two_threads_do_not_meet(rank: int, other: str, first_to_end: int) -> None:
+    """Each sees its own model from its beginning to its end, whichever ends first; afterwards nobody's is left."""
+    makers = {"of torch's": TorchDDP, "of a replicated module": fastddp.replicate}
+    models = [fastddp.DistributedDataParallel(Layers()), makers.get(other, fastddp.DistributedDataParallel)(Layers())]
+    at_once, one_is_over = threading.Barrier(2, timeout=60), threading.Event()
+    seen: list[Any] = [[], []]
+
+    def forward(number: int) -> None:
+        def look(*_: Any) -> None:
+            seen[number].append((TorchDDP._get_active_ddp_module(), type(dynamos_optimizer())))
+
+        def wait(*_: Any) -> None:
+            look()
+            at_once.wait()
+            look()
+            at_once.wait()
+            if number != first_to_end:
+                assert one_is_over.wait(60)
+            look()
+
+        layers = getattr(models[number], "module", models[number]).layers
+        layers[0].register_forward_pre_hook(wait)
+        models[number](batch(rank))
+        one_is_over.set()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(forward, range(2))] == [None, None]
+    ours = (models[0], types.SimpleNamespace)
+    assert seen[0][0] == ours
+    if other != "of torch's":  # whose forward writes over what others see
+        assert seen[0] == [ours] * 3
+        assert seen[1] == [(seen[1][0][0], types.SimpleNamespace)] * 3
+        assert seen[1][0][0] in (models[1], wrapper_of(models[1]))
+    assert (TorchDDP._active_ddp_module, type(dynamos_optimizer())) == (None, seam.DDPOptimizer)
+
+
+@on_ranks(1)
+def test_a_forward_around_another_one_is_the_active_one_again(rank: int) -> None:
+    seen: list[Any] = []
+
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.layer = inner, nn.Linear(24, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner(x)
+            seen.append((TorchDDP._active_ddp_module, type(dynamos_optimizer())))
+            return self.layer(x)
+
+    kinds = {TorchDDP: seam.DDPOptimizer, fastddp.DistributedDataParallel: types.SimpleNamespace}
+    for outer, inner in itertools.product(kinds, kinds):
+        model = outer(Around(inner(Layers())))
+        model(batch(rank))
+        assert seen.pop() == (model, kinds[outer])
+        assert (TorchDDP._active_ddp_module, type(dynamos_optimizer())) == (None, seam.DDPOptimizer)
 
 
 @on_ranks(2)
