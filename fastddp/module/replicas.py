@@ -94,13 +94,13 @@ class RanksDiffer(RuntimeError):
 
 
 def check_dense(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise RuntimeError for a tensor without strides, such as a sparse one, which cannot be broadcast."""
+    """Raise RuntimeError for a tensor that cannot be broadcast: quantised, or without strides, such as a sparse one."""
     for name, tensor in tensors:
-        if tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or tensor.is_quantized:
             raise RuntimeError(
-                f"'{name}' is a tensor of layout {tensor.layout}, which cannot be broadcast from rank 0. Exclude it by "
-                "adding its name to the module's `_ddp_params_and_buffers_to_ignore`, a list, before wrapping it, "
-                "or wrap it with broadcast_buffers=False; each rank then keeps its own." + see("FD022")
+                f"'{name}' is a tensor of layout {tensor.layout} and {tensor.dtype}, which cannot be broadcast. "
+                "Exclude it by adding its name to the module's `_ddp_params_and_buffers_to_ignore`, a list, before "
+                "wrapping it, or wrap it with broadcast_buffers=False; each rank then keeps its own." + see("FD022")
             )
 
 
@@ -117,7 +117,8 @@ def broadcast_replicas(
 
     They are parameters or buffers, as many and of the same sizes on each rank. They travel as bytes, so a piece can mix
     dtypes, and every dtype works on every backend. Each rank keeps its own strides: elements correspond by their
-    logical order. A piece of one contiguous tensor is sent from and received into the tensor's own memory.
+    logical order. A piece of one contiguous tensor is sent from and received into the tensor's own memory. All ranks
+    pack and unpack: what a class of tensors cannot do raises on all of them, and no rank waits.
 
     Args:
         tensors: of any dtype, shape and strides; empty ones are skipped.
@@ -130,20 +131,18 @@ def broadcast_replicas(
     """
     writable = [_without_repeats(tensor) for tensor in tensors if tensor.numel()]
     versions = torch.autograd._unsafe_preserve_version_counter(tuple(writable)) if preserve_versions else nullcontext()
-    is_source = process_group.rank() == src
     flying: deque[tuple[dist.Work, _Piece]] = deque()
 
     def land() -> None:
         work, piece = flying.popleft()
         finish(work, process_group)
-        if not is_source:
-            piece.unpack()
+        piece.unpack()
 
     with versions:
         for together in _pieces(writable, piece_bytes):
             if len(flying) >= in_flight:
                 land()
-            piece = _Piece.of(together, is_source)
+            piece = _Piece.of(together)
             work = dist.broadcast(piece.wire, group=process_group, group_src=src, async_op=True)
             flying.append((work, piece))
         while flying:
@@ -328,7 +327,7 @@ class _Piece:
     staged: list[tuple[Tensor, list[Tensor]]]  # for each dtype a view of the wire, and the tensors in it
 
     @staticmethod
-    def of(tensors: list[Tensor], is_source: bool) -> _Piece:
+    def of(tensors: list[Tensor]) -> _Piece:
         if len(tensors) == 1 and tensors[0].is_contiguous() and not _is_lazy(tensors[0]):
             # A dimension of one element may have any stride, and a view would keep it.
             flat = tensors[0].detach().as_strided((tensors[0].numel(),), (1,))
@@ -342,7 +341,7 @@ class _Piece:
         starts = wire.split(padded)
         views = [start[:size].view(dtype) for start, size, dtype in zip(starts, sizes, by_dtype, strict=True)]
         staged = list(zip(views, by_dtype.values(), strict=True))
-        for view, group in staged if is_source else ():
+        for view, group in staged:
             torch.cat([tensor.reshape(-1) for tensor in group], out=view)
         return _Piece(wire, staged)
 

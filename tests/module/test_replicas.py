@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fastddp import DistributedDataParallel
 from fastddp.module import replicas
 from on_ranks import of_ranks, on_ranks
 
@@ -131,6 +132,39 @@ def test_tensors_of_every_kind_become_the_sources(rank: int, piece_bytes: int, i
     replicas.broadcast_replicas(tensors, dist.group.WORLD, src, piece_bytes, in_flight)
     expected = tensors_of_all_kinds(src)
     assert [index for index, pair in enumerate(zip(tensors, expected, strict=True)) if not same(*pair)] == []
+
+
+class ReadOnly(Tensor):
+    """Can be packed, and not unpacked."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.copy_, torch._foreach_copy_):
+            raise NotImplementedError("no write")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def quantised() -> Tensor:
+    return torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+
+
+def read_only() -> Tensor:
+    return torch.ones(4).as_subclass(ReadOnly)
+
+
+@pytest.mark.parametrize("src", [0, 1])
+@pytest.mark.parametrize("make", [quantised, read_only])
+@on_ranks(2)
+def test_what_cannot_be_copied_raises_on_all_ranks_at_once(rank: int, make: Callable[[], Tensor], src: int) -> None:
+    pieces = [torch.full((3,), rank), make()]
+    with pytest.raises(NotImplementedError):
+        replicas.broadcast_replicas(pieces, dist.group.WORLD, src)
+    dist.barrier()  # which no rank's broadcast has met
+    module = nn.Linear(2, 2)
+    module.frozen = nn.Parameter(make(), requires_grad=False)
+    with pytest.raises(RuntimeError, match=r"no write|'frozen' is a tensor of layout torch\.strided and torch\.qint8"):
+        DistributedDataParallel(module)
+    dist.barrier()
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])
