@@ -117,6 +117,10 @@ class CompiledGraphs:
         for placeholder, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
             if id(value) not in own or placeholder not in users:
                 continue
+            if (
+                placeholder.meta["example_value"]._version > 0
+            ):  # dynamo has run the graph with it in the parameter's place
+                continue
             with graph.graph.inserting_before(users[placeholder][0]):
                 passed = graph.graph.call_function(torch.ops.fastddp.passes.default, (placeholder,))
             passed.meta = {key: value for key, value in placeholder.meta.items() if key != "grapharg"}
@@ -163,9 +167,9 @@ def _text(why_cut: str, late: Sequence[str]) -> str:
     more = f" and {len(late) - 1} more" if len(late) > 1 else ""
     return (
         f"fastddp: the gradient of {late[0]}{more} comes when its compiled graph ends, so it overlaps none of it: the "
-        "code was compiled before the model was wrapped or outside of its forward, dynamo is told to do without DDPs "
-        "(torch._dynamo.config.optimize_ddp), saved_tensors_hooks replace parameters, or this torch compiles in "
-        "another way."
+        "graph writes to the parameter, the code was compiled before the model was wrapped or outside of its forward, "
+        "dynamo is told to do without DDPs (torch._dynamo.config.optimize_ddp), saved_tensors_hooks replace "
+        "parameters, or this torch compiles in another way."
     )
 
 

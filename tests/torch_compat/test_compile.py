@@ -642,6 +642,63 @@ def check_program(rank: int, program: Program, backend: str) -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
 
 
+def assign_row(parameter: Tensor) -> None:
+    parameter[0] = 0.5
+
+
+WRITES: list[Callable[[Tensor], Any]] = [
+    lambda p: p.mul_(0.9),
+    lambda p: p.copy_(p * 0.9),
+    lambda p: p.clamp_(-0.1, 0.1),
+    lambda p: p.lerp_(torch.ones_like(p), 0.1),
+    lambda p: p.detach().mul_(0.9),
+    lambda p: p.data.mul_(0.9),
+    lambda p: p.view(-1)[1:].add_(0.1),
+    lambda p: p.t()[0].zero_(),
+    lambda p: torch.mul(p, 0.9, out=p),
+    lambda p: torch._foreach_mul_([p], 0.9),
+    lambda p: torch.ops.aten.mul_.Scalar(p, 0.9),
+    lambda p: p.masked_fill_(p > 0, 0.1),
+    assign_row,
+    nn.init.ones_,
+]
+
+
+class Writes(nn.Module):
+    """Changes parameters in place after it has used them, each in another way, and two layers not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.changed = nn.ParameterList(torch.randn(5, 8) for _ in WRITES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for parameter in self.changed:
+            x = x.relu() + parameter
+        with torch.no_grad():
+            for write, parameter in zip(WRITES, self.changed, strict=True):
+                write(parameter)
+        for parameter in self.changed:
+            x = x + parameter
+        return self.last(x)
+
+
+@pytest.mark.timeout(COMPILING + 30)
+@on_ranks(2, time_limit=COMPILING)
+def test_a_graph_that_writes_to_parameters_does_what_torchs_does(rank: int) -> None:
+    found = []
+    for wrap in (TorchDDP, fastddp.DistributedDataParallel):
+        with dynamo():
+            model = wrap(Writes())
+            model.compile(backend="aot_eager")
+            found.append([steps(model, rank), [parameter.detach() for parameter in model.parameters()]])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    names = {model._recipe.parameters.names[index] for index in model.reducer.handed_over()}
+    assert names >= {"first.weight", "first.bias", "last.weight", "last.bias"}
+
+
 # ----------------------------------------------------------------- where gradients are not handed over, and who says so
 
 
