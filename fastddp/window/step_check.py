@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fastddp.exchange.in_force import InForce
 from fastddp.module import backward
+from fastddp.module.backward import when_backward_ends, when_backward_reaches
 from fastddp.module.main_gradients import check_optimizer
 from fastddp.watch.corruption import note_scaler
 from fastddp.window.local_steps import LocalSteps
@@ -87,13 +88,25 @@ def _notice_skipped_steps() -> None:
     def scale_and_tell(scaler: GradScaler, outputs: Any) -> Any:
         is_first = getattr(scaler, "_scale", None) is None
         scaled = scale(scaler, outputs)
-        for steps in list(_ALL_STEPS):
-            steps.loss_is_scaled(scaler, is_first)
+        is_known = is_first or scaler._device == "cpu"  # without a wait for the device
+        number = scaler.get_scale() if is_known else 0.0
+        when_backward_reaches(scaled if _ALL_STEPS else None, lambda: _backward_is_scaled(number))
         return scaled
 
     step_and_tell.tells_of_skipped_steps = True  # type: ignore[attr-defined]
     GradScaler.step = step_and_tell  # type: ignore[assignment, method-assign]
     GradScaler.scale = scale_and_tell  # type: ignore[assignment, method-assign]
+
+
+def _backward_is_scaled(number: float) -> None:
+    """Tell all models, until this backward has ended: what another one begins at is not scaled by this."""
+
+    def tell(number: float) -> None:
+        for steps in tuple(_ALL_STEPS):
+            steps.loss_is_scaled(number)
+
+    tell(number)
+    when_backward_ends(lambda: when_backward_ends(lambda: tell(1.0)))  # after the calls that end windows
 
 
 class Steps:
@@ -157,11 +170,10 @@ class Steps:
         if (now := self.trained_by(optimizer)) is not None:
             now.reducer.discard_step()
 
-    def loss_is_scaled(self, scaler: GradScaler, is_first: bool) -> None:
-        """Ranks compare scales in the window's status; on a device the first one, which needs no wait for it."""
-        if (now := self._now()) is not None:
-            is_known = is_first or now.device.type == "cpu"
-            now.reducer.note_loss_scale(scaler.get_scale() if is_known else 0.0)
+    def loss_is_scaled(self, scale: float) -> None:
+        """Ranks compare scales in the window's status; 0: not known. Another thread's backward has its own."""
+        if (now := self._now()) is not None and now.reducer.state != "reducing":
+            now.reducer.note_loss_scale(scale)
 
     def trained_by(self, optimizer: Optimizer) -> InForce | None:
         """The model that this is about; None: the optimizer has none of its parameters."""

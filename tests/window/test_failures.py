@@ -18,7 +18,7 @@ from fastddp import _C
 from fastddp.comm_hooks import PowerSGDState, powerSGD_hook
 from hooks_by_name import averages
 from models import RaisesInBackward
-from on_ranks import on_ranks
+from on_ranks import Wrap, on_ranks, same_under_both
 from parts import Parts, gradients, local_input, step, wrapped
 
 
@@ -354,6 +354,19 @@ def test_losses_that_ranks_scale_by_different_numbers_are_named(rank: int, diffe
         scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=4.0).state_dict())
     loss = model(torch.ones(1, 2)).sum()
     scaled = loss if difference == "none" and rank == 1 else scaler.scale(loss)
+    torch.amp.GradScaler("cpu", init_scale=2.0).scale(torch.ones(1, requires_grad=True).sum())  # of something else
     named = pytest.raises(RuntimeError, match="scaled by different numbers on different ranks")
     with named if difference != "equal" else nullcontext():
         scaled.backward()
+
+
+@same_under_both()
+def test_a_model_hears_of_the_scaler_of_its_own_loss_alone(wrap: Wrap, rank: int) -> Any:
+    model, critic = wrap(nn.Linear(2, 2)), nn.Linear(2, 1)  # the critic is of this rank alone
+    scaler, of_critic = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 4.0 + rank))
+    for number in range(4):
+        loss = model(torch.full((1, 2), 1.0 + rank)).sum()
+        losses = [scaler.scale(loss) if number < 2 else loss, of_critic.scale(critic(torch.ones(1, 2)).sum())]
+        for one in losses if number % 2 else reversed(losses):
+            one.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
