@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fastddp.errors import see
@@ -21,6 +23,9 @@ class LocalSteps:
         self._on = on if now.process_group.size() > 1 else None
         self._contexts = 0  # of no_sync(), which are open
         self._kept: tuple[int, str] | None = None  # the window of the last forward that kept gradients, and why it did
+        # Note [Averaged by hand]: what there had been at that forward, and at each optimizer's last step.
+        self._then = self._moment()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     @contextmanager
     def are_wanted(self) -> Iterator[None]:
@@ -34,6 +39,24 @@ class LocalSteps:
     def note_forward_without_sync(self) -> None:
         """A forward lets its backward keep gradients on this rank."""
         self._kept = (self._now.reducer.windows(), _NO_SYNC if self._contexts else _FLAG)
+        self._then = self._moment()
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer of the model has stepped."""
+        self._steps[optimizer] = self._moment()
+
+    # Note [Averaged by hand]
+    # A loop may average gradients itself. Their tensors do not tell: a collective, or a write through `.data`, leaves
+    # the version as it is, and clipping changes it. But no gradient is averaged without a collective. So nothing is
+    # said if one has begun, in any group, since the gradients may have come, and we have begun none: in no window.
+
+    def _moment(self) -> tuple[int, int]:
+        """How many windows, and how many collectives of this process, there have been."""
+        collectives = 0
+        for group in tuple(dist.distributed_c10d._world.pg_map) if self._on is not None else ():
+            with suppress(RuntimeError):  # a backend that does not count
+                collectives += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        return self._now.reducer.windows(), collectives
 
     def check(self, optimizer: Optimizer, others: Iterable[InForce]) -> None:
         """Warn, or raise RuntimeError, if ``optimizer`` is about to step gradients that were never averaged.
@@ -51,7 +74,8 @@ class LocalSteps:
                 local.pop(id(other.parameters.tensors[index]), None)
         stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         names = [local[parameter] for parameter in stepped if parameter in local]
-        if not names:
+        now, then = self._moment(), max(self._then, self._steps.get(optimizer, self._then))
+        if not names or (now[0] == then[0] and now[1] > then[1]):
             return
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         message = (

@@ -164,6 +164,8 @@ class Steps:
         if (now := self.trained_by(optimizer)) is not None:
             now.reducer.note_optimizer(begins=False)
             self.taken += 1
+            if (local_steps := self._local_steps()) is not None:
+                local_steps.note_step(optimizer)
 
     def was_skipped(self, optimizer: Optimizer) -> None:
         """A step of this optimizer was skipped."""

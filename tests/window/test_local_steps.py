@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.optim import SGD, Optimizer
@@ -186,7 +189,43 @@ def accumulation_that_ends_in_a_closure(model: DistributedDataParallel, optimize
     optimizer.step(closure)
 
 
+def averaged_by_hand(how: str, model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    """As loops do that synchronise gradients themselves, with an optimizer for each layer."""
+    in_wrapper = how.startswith("under no_sync")
+    with model.no_sync() if in_wrapper else contextlib.nullcontext():
+        (model if in_wrapper else model.module)(x).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    if how.endswith("in one tensor"):
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        for parameter, part in zip(model.parameters(), flat.split([g.numel() for g in gradients]), strict=True):
+            parameter.grad = part.view_as(parameter) / 2
+    else:
+        for gradient in gradients:
+            dist.all_reduce(gradient.data)
+            gradient.data /= 2
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for layer in model.module:
+        SGD(layer.parameters(), lr=0.1).step()
+    optimizer.step()
+
+
+def diloco(model: DistributedDataParallel, optimizer: Optimizer, x: Tensor) -> None:
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(2):
+        local_sgd(model, optimizer, x)
+        optimizer.zero_grad()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        mean = parameter.detach() / 2
+        dist.all_reduce(mean)
+        parameter.grad = old - mean
+        parameter.data.copy_(old)
+    SGD(model.parameters(), lr=0.5, momentum=0.9).step()
+
+
 RIGHT = [
+    *(partial(averaged_by_hand, how) for how in ("under no_sync", "under no_sync, in one tensor", "past the wrapper")),
+    diloco,
     *(accumulation_over_an_evaluation, accumulation_that_ends_in_a_closure, the_next_forward_before_the_step),
     *(local_sgd, a_frozen_half, generator_and_critic),
     *(two_wrappers_of_one_module, a_scaler_that_skips, steps_that_a_hook_keeps_local),
