@@ -279,7 +279,8 @@ class Training:
 
     def gradients(self) -> list[Tensor | None]:
         if self.optimizer is not None:
-            whole = dict(gathered(self.optimizer.parts.shards, lambda span: {"": span.holder.grad}))
+            parts = self.optimizer.parts
+            whole = dict(gathered(parts.shards, parts.inner, lambda span: {"": span.holder.grad}))
             own = [*self.model.module.own]
             return [
                 None if parameter.grad is None else whole[number].of_parameter(parameter)[""].cpu().clone()

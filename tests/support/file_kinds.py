@@ -16,8 +16,10 @@ def _sparse(path: Path) -> None:
 
 
 def _socket(path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)  # a name of a socket may have a hundred characters
     with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
+        made.bind(f"/proc/self/fd/{folder}/{path.name}")
+    os.close(folder)
 
 
 def _pipe_behind_a_link(path: Path) -> None:

@@ -188,7 +188,7 @@ class Sharded(Replicated):
 
         return {
             numbers[id(parameters[index])]: whole.of_parameter(parameters[index])["gradient"]
-            for index, whole in gathered(shards, of_span)
+            for index, whole in gathered(shards, optimizer.parts.inner, of_span)
         }
 
 
