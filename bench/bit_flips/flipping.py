@@ -55,11 +55,12 @@ class Flipping(dist.ProcessGroup):
 
     It knows both ways in which fastddp adds up over gloo on the CPU: an allreduce a bucket; and messages in pairs, by
     which shards of a wire, as many as ranks, go to their owners and sums come back. Of these the tag tells bucket and
-    round (`csrc/transport/pairs.cpp`).
+    round (`tag_of()`, `csrc/transport/owners.h`).
     """
 
     _FIRST_TAG = 0x46440000
     _MOST_PIECES = 256
+    _OF_A_MODEL = 1 << 17  # pieces
     _MOST_ROUNDS = 4
     _BACK = 1  # the second round of one level
 
@@ -117,7 +118,7 @@ class Flipping(dist.ProcessGroup):
             return None
         elements = shard.numel() // 2
         rank = damage.rank if damage.rank != owner else (owner + 1) % self.size()
-        is_meant = (damage.bucket * self._MOST_PIECES, rank) == (piece, self.rank())
+        is_meant = (damage.bucket * self._MOST_PIECES, rank) == (piece % self._OF_A_MODEL, self.rank())
         return damage.element % elements if is_meant and damage.element // elements == owner else None
 
     def _flip(self, wire: Tensor, element: int) -> None:
