@@ -374,7 +374,8 @@ def test_a_copy_is_plain_and_each_ranks_own(rank: int, make: Any, way: Any) -> N
             each(inputs(rank, number)).sum().backward()
         assert differences(gradients(plain), gradients(twin)) == []
     model.require_backward_grad_sync = True
-    check_averages(fastddp.replicate(way(twin)), lambda one: one(inputs(rank)).sum(), plain=plain)
+    around = fastddp.replicate(nn.Sequential(way(model)))
+    check_averages(around, lambda one: one(inputs(rank)).sum(), plain=plain)
     fastddp.replicate(twin)
     for number in (0, 1):
         for each in (model, twin):
