@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -193,6 +194,15 @@ def test_a_rank_says_where_it_is_before_others_ask() -> None:
     watch.give_stack(["train.py:1 main: f()"])
     assert until(lambda: b"stack train.py:1 main: f()" in store.get("stall/0"))
     assert watch.take_report() is None  # outside of a step nothing stands still
+
+
+def test_other_threads_may_ask_while_it_looks_and_end_it_together() -> None:
+    """As threads that train do where a rank is lost in an outage. ThreadSanitizer sees who reads what."""
+    page = _C.Progress(["w"], 0, 2)
+    watch = _C.StallWatch(page, dist.HashStore(), "stall", 1, 0.1, prints=False, waits=_C.Interruption([]))
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(lambda looks: watch.who_has_ended(looks=looks), [3] * 16)] == [""] * 16
+        assert [*threads.map(lambda _: watch.report_of_open_step(), range(8))] == [""] * 8
 
 
 BEGUN, THERE = (multiprocessing.get_context("fork").Event() for _ in range(2))
