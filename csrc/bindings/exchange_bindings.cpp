@@ -129,8 +129,7 @@ void bind_exchanges(py::module_& m) {
              return destroyed_without_gil(std::make_unique<Gather>(std::move(lanes), sharding->device(), runs_of(sharding),
                                                                    sharding->buckets(), std::move(interruption), model));
            }),
-           py::arg("lanes"), py::arg("sharding"), py::arg("interruption"), py::arg("model") = 0, no_gil)
-      .def("is_on_its_way", &Gather::is_on_its_way, py::arg("bucket"));
+           py::arg("lanes"), py::arg("sharding"), py::arg("interruption"), py::arg("model") = 0, no_gil);
 
   py::class_<Way, std::shared_ptr<Way>>(m, "Way", "How gradients travel; csrc/trip/way.h.")
       .def(py::init([](std::shared_ptr<Codec> codec, Lanes lanes, Nodes nodes, bool divides) {

@@ -25,7 +25,7 @@ class LocalSteps:
         self._kept: tuple[int, str] | None = None  # the window of the last forward that kept gradients, and why it did
         # Note [Averaged by hand]: what there had been at that forward, and at each optimizer's last step.
         self._then = self._moment()
-        self._steps: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._last_steps: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     @contextmanager
     def are_wanted(self) -> Iterator[None]:
@@ -43,7 +43,7 @@ class LocalSteps:
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer of the model has stepped."""
-        self._steps[optimizer] = self._moment()
+        self._last_steps[optimizer] = self._moment()
 
     # Note [Averaged by hand]
     # A loop may average gradients itself. Their tensors do not tell: a collective, or a write through `.data`, leaves
@@ -74,7 +74,7 @@ class LocalSteps:
                 local.pop(id(other.parameters.tensors[index]), None)
         stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         names = [local[parameter] for parameter in stepped if parameter in local]
-        now, then = self._moment(), max(self._then, self._steps.get(optimizer, self._then))
+        now, then = self._moment(), max(self._then, self._last_steps.get(optimizer, self._then))
         if not names or (now[0] == then[0] and now[1] > then[1]):
             return
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
