@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,7 +93,9 @@ def _of_all_ranks(own: Any, shards: Shards) -> list[Any]:
     content = torch.frombuffer(saved.getbuffer(), dtype=torch.uint8).to(device)
     lengths = [length for (length,) in gather_numbers([len(content)], shards.group, device, torch.int64)]
     rows = of_all_ranks(nn.functional.pad(content, (0, max(lengths) - len(content))), shards.group)
-    return [_loaded(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+    known = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(saved.getbuffer()))
+    with torch.serialization.safe_globals([pkgutil.resolve_name(name) for name in known]):
+        return [_loaded(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
 def _loaded(content: Tensor) -> Any:
@@ -101,7 +104,7 @@ def _loaded(content: Tensor) -> Any:
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
     device = content.device  # a dict, since subclasses of tensors take no function
     here = {f"{device.type}:{index}": str(device) for index in range(1024)} if device.type != "cpu" else None
-    return torch.load(io.BytesIO(buffer), weights_only=False, map_location=here)
+    return torch.load(io.BytesIO(buffer), weights_only=True, map_location=here)
 
 
 def _described(span: Span, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
