@@ -306,6 +306,7 @@ def test_sparse_gradients_which_all_ranks_have_whole_count_once(rank: int) -> No
             rest.step()
             tables.step()
         assert model.module.words.weight.grad.is_sparse
+        del rest
         with pytest.raises(ValueError, match=r"parameter words\.weight is sparse(.|\n)*FD042"):
             fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
         found += [parameter.detach().clone() for parameter in model.parameters()]
