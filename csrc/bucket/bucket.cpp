@@ -50,11 +50,7 @@ void Bucket::take_another_wire() {
 std::vector<at::Tensor> Bucket::cut_up(const at::Tensor& wire) const {
   layout.zero_gaps(wire);
   std::vector<at::Tensor> views;
-  for (size_t member = 0; member < size(); ++member) {
-    const auto& view = views.emplace_back(layout.view(wire, member));
-    // Of its own, not the wire's: a mark of one gradient shall not see writes to another (gradient_mark.h).
-    view.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(0));
-  }
+  for (size_t member = 0; member < size(); ++member) views.push_back(layout.view(wire, member));
   return views;
 }
 

@@ -19,8 +19,8 @@ namespace fastddp {
 class Shard;
 
 // Note [Where gradients live]
-// With gradient_as_bucket_view, `parameter.grad` is a view of the wire. It is always the same view, and every window
-// overwrites it: this is torch's contract for the option.
+// With gradient_as_bucket_view, `parameter.grad` has its place in the wire. It stays the same tensor, and every window overwrites
+// it: torch's contract. It is none of the wire's parts, which would follow if somebody gave it other memory (`grad.data = ...`).
 //
 // Without it, a gradient's values belong to whoever holds the gradient. They need not be copied for that:
 // - A gradient that only its parameter refers to gets the wire's memory when it has been packed. This saves the unpack kernel,

@@ -31,11 +31,9 @@ void place_gradient(Bucket& bucket, size_t member, bool lived_in_wire) {
   auto& state = bucket.window[member];
   auto& gradient = bucket.gradient(member);
   const auto& view = bucket.wire.parts[member];
-  const bool has_placeholder = state.has_placeholder();
+  const bool has_left = bucket.layout.form().as_bucket_view && !lived_in_wire;
   state.packed = state.in_wire = true;
-  if (bucket.layout.form().as_bucket_view && !has_placeholder) {
-    gradient = view;
-  } else if (!gradient.defined() || has_placeholder || (state.exclusive && fits(gradient, view))) {
+  if (has_left || !gradient.defined() || state.has_placeholder() || (state.exclusive && fits(gradient, view))) {
     gradient = as_gradient(view);
   } else {
     state.in_wire = lived_in_wire;
@@ -183,7 +181,7 @@ void move_in(Bucket& bucket, size_t member) {
   const auto& view = bucket.wire.parts[member];
   view.copy_(gradient);
   if (bucket.layout.form().as_bucket_view) {
-    gradient = view;
+    gradient = as_gradient(view);
   } else {
     take_memory_of(gradient, view);
   }

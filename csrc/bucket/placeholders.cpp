@@ -23,13 +23,9 @@ void use_placeholder(Bucket& bucket, size_t member, bool counts) {
     placeholder.gradient = counts ? std::move(copy) : copy.zero_();
     return;
   }
-  // A collective would write to the gradient, so it leaves the wire. It stays the same tensor unless it is the bucket's own view.
+  // A collective would write to the gradient, so it leaves the wire. It stays the same tensor.
   placeholder.gradient = as_gradient(bucket.wire.parts[member]);
-  if (bucket.layout.form().as_bucket_view) {
-    gradient = std::move(copy);
-  } else {
-    take_memory_of(gradient, copy);
-  }
+  take_memory_of(gradient, copy);
   if (!counts) placeholder.gradient.zero_();
 }
 

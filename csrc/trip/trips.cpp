@@ -86,9 +86,10 @@ void plan(Travels& travels, Codec& codec, int64_t owners) {
 
 int64_t adds_unit_of(const Way& way, const Travels& travels) {
   const auto& legs = travels.front().legs;
-  TORCH_CHECK_VALUE(legs.empty() || (legs.front().adds_unit == 0 && !legs.front().keeps_sent) || !way.nodes.empty(),
-                    "fastddp: an allreduce adds up numbers, in place, and this codec's legs need another sum. Name the nodes of "
-                    "ranks, which then add up themselves.");
+  TORCH_CHECK_VALUE(
+      legs.empty() || (legs.front().adds_unit == 0 && !legs.front().keeps_sent) || !way.nodes.empty(),
+      "fastddp: an allreduce adds up numbers, in place, and this codec's legs need another sum. Name the nodes of "
+      "ranks, which then add up themselves.");
   return legs.empty() ? 0 : legs.front().adds_unit;
 }
 

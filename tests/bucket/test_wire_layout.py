@@ -7,6 +7,7 @@ keeps after a tensor was freed depends on what else lives between.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -190,3 +191,34 @@ def test_there_is_one_fp32_copy_of_all_main_gradients(ranks: RankPool, attribute
         _, live = fewest_live_bytes(ranks, *how, hook=comm_hooks.bf16_compress_hook, **options)
         # With a wire of 16 bits; what sums in fp32 over gloo take is as much as that.
         assert (4 + 2) * ELEMENTS <= live <= (4 + 2 + 2) * ELEMENTS + 65536
+
+
+class WithUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.used(x) + (self.unused(x) if x[0, 0] > 2 else 0)).square()
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0}])
+@on_ranks(2)
+def test_gradients_that_get_other_memory_are_averaged(rank: int, options: dict[str, Any]) -> None:
+    """As torch's DDP does where they are no views."""
+    found = []
+    ours = fastddp.DistributedDataParallel
+    for wrap in (TorchDDP, ours, partial(ours, gradient_as_bucket_view=True)):
+        torch.manual_seed(3)
+        model: Any = wrap(WithUnused() if options.get("find_unused_parameters") else nn.Linear(3, 2), **options)
+        of_steps = []
+        for step in range(4):
+            with model.no_sync() if step == 2 else nullcontext():
+                model(torch.full((2, 3), 1.0 + (rank + step) % 3)).sum().backward()
+            with_gradients = [parameter for parameter in model.parameters() if parameter.grad is not None]
+            for parameter in with_gradients:
+                parameter.grad.data = parameter.grad.data * 0.5
+            of_steps.append([parameter.grad.clone() for parameter in with_gradients])
+        found.append(of_steps)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    torch.testing.assert_close(found[2], found[0], rtol=0, atol=0)
