@@ -141,6 +141,7 @@ class Sharded(Replicated):
     def _make_optimizer_of_dense(self) -> None:
         options = self.program.options
         assert options.sharded != "no"
+        self.optimizer = None  # a model has one at a time
         self.optimizer = fastddp.ShardedOptimizer(
             self.model,  # type: ignore[arg-type]
             torch.optim.SGD,
