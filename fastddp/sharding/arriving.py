@@ -27,6 +27,9 @@ class _Arriving(_Parameters):
         super().__init__(before)
         self.before, self._wait = before, wait
 
+    def is_of(self, wait: _Wait) -> bool:
+        return self._wait is wait
+
     def _here(self, parameter: Any) -> Any:
         if parameter is not None:
             self._wait(parameter)
@@ -92,11 +95,13 @@ class ModulesWithArriving:
 
     def begin(self, wait: _Wait) -> None:
         """Whoever reads one of the parameters through its module calls ``wait`` with it, from now on."""
+        self._wait = wait
         for module in self._modules:
             module.__dict__["_parameters"] = _Arriving(module._parameters, wait)
 
     def end(self) -> None:
         """All parameters are here."""
         for module in self._modules:
-            if isinstance(held := module.__dict__["_parameters"], _Arriving):
+            held = module.__dict__["_parameters"]
+            if isinstance(held, _Arriving) and held.is_of(self._wait):
                 module.__dict__["_parameters"] = held.before

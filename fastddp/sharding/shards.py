@@ -324,7 +324,11 @@ class Shards:
         with self._receives:
             self._end()
             self._arriving = arriving = ModulesWithArriving(self._module, self._numbers)
-            arriving.begin(self._wait_for_parameter)
+            if self._coming:
+                arriving.begin(self._wait_for_parameter)
+            else:  # modules do not hold this object
+                arriving.begin(_weakly(self))
+                weakref.finalize(self, arriving.end).atexit = False
         for number in sorted(arriving.unseen, reverse=True):
             self.wait_for(number)
 
@@ -339,6 +343,16 @@ class Shards:
         self.wait_for(number)
         if is_coming and not self._coming:
             self.wait()
+
+
+def _weakly(shards: Shards) -> Callable[[Tensor], None]:
+    this = weakref.ref(shards)
+
+    def wait(parameter: Tensor) -> None:
+        if (shards := this()) is not None:
+            shards._wait_for_parameter(parameter)
+
+    return wait
 
 
 def _forget(parameters: Sequence[Tensor], notices: Mapping[int, Tensor]) -> None:
