@@ -406,7 +406,7 @@ class Waits:
 
     def __reduce__(self) -> Any:
         self.has_begun.set()
-        assert self.may_end.wait(20)
+        assert self.may_end.wait(60)
         return int, ()
 
 
@@ -417,7 +417,7 @@ def test_another_thread_may_copy_while_the_module_trains(rank: int, way: Any) ->
     model.attribute = attribute
     thread = threading.Thread(target=way, args=(model,))
     thread.start()
-    assert attribute.has_begun.wait(20)
+    assert attribute.has_begun.wait(60)
     del model.attribute
     check_averages(model, lambda one: one(inputs(rank)))
     attribute.may_end.set()
