@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 import fake_cuda
 import fastddp
 from fake_cuda import DEVICE
-from fastddp import _C
+from fastddp import _C, _pages
 from fastddp.ranks import lanes
 from fastddp.watch.python_calls import libraries, lines_of_main_thread
 from nodes import nodes_of_two
@@ -198,11 +198,19 @@ def test_a_rank_says_where_it_is_before_others_ask() -> None:
 
 def test_other_threads_may_ask_while_it_looks_and_end_it_together() -> None:
     """As threads that train do where a rank is lost in an outage. ThreadSanitizer sees who reads what."""
-    page = _C.Progress(["w"], 0, 2)
-    watch = _C.StallWatch(page, dist.HashStore(), "stall", 1, 0.1, prints=False, waits=_C.Interruption([]))
+    page, job = _C.Progress(["w"], 0, 2), 2**40 + os.getpid()
+    page.belongs_to(job)
+    code = f"page = _C.Progress(['w'], 1, 2); page.belongs_to({job}); os.kill(os.getpid(), 9)"
+    lost = subprocess.Popen([sys.executable, "-P", "-c", f"import os; from fastddp import _C; {code}"])
+    lost.wait()
+    watch = _C.StallWatch(page, dist.HashStore(), "stall", job, 0.1, prints=False, waits=_C.Interruption([]))
     with ThreadPoolExecutor(4) as threads:
-        assert [*threads.map(lambda looks: watch.who_has_ended(looks=looks), [3] * 16)] == [""] * 16
-        assert [*threads.map(lambda _: watch.report_of_open_step(), range(8))] == [""] * 8
+        said = [*threads.map(lambda _: watch.who_has_ended(), range(100))]
+        assert all("because rank 1 is gone" in text for text in said)
+        reports = [*threads.map(lambda _: watch.report_of_open_step(), range(8))]
+        assert all("because rank 1 is gone" in report for report in reports)
+    for left in _pages.shared_pages(lost.pid):
+        _pages.remove_page(left)
 
 
 BEGUN, THERE = (multiprocessing.get_context("fork").Event() for _ in range(2))
