@@ -279,8 +279,8 @@ class Engine:
         """The engine itself. DistBackendError: it has left, and no other took its place."""
         if self._left is not None:
             raise dist.DistBackendError(
-                "fastddp: this model has left its ranks, and regroup() has not given it others: it runs in another thread, "
-                "or did not end well. Then call it again, with ranks that have the same model and options."
+                "fastddp: this model has left its ranks, and regroup() has not given it others: it runs in another "
+                "thread, or did not end well. Then call it again, with ranks that have the same model and options."
                 + see("FD052")
             )
         return self
