@@ -140,7 +140,7 @@ class Failing:
         raise self.error
 
     def later(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return done(bucket.buffer()).then(lambda of: self.at_once(state, bucket))
+        return done(bucket.buffer()).then(lambda of: self.at_once(state, bucket))  # type: ignore[return-value]
 
     def by_itself(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

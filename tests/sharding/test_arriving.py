@@ -280,7 +280,7 @@ def test_a_compiled_model_is_one_graph_over_all_steps(rank: int, compiled: str) 
     optimizer = fastddp.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, gather="forward")
     run: Any = torch.compile(model, backend=backend) if compiled == "wrapper" else model
     if compiled == "caller":
-        run = torch.compile(lambda x: model(x), backend=backend)
+        run = torch.compile(lambda x: model(x), backend=backend)  # type: ignore[misc]
     generator = torch.Generator().manual_seed(rank)
     for _ in range(4):
         run(torch.randn(3, 8, generator=generator)).square().mean().backward()

@@ -240,7 +240,7 @@ def test_a_second_optimizer_is_refused_while_there_is_the_first(rank: int, param
     if params:
         first.add_param_group({"params": halves[1]})
     assert train(model, first, rank) == [0.25, 0.25]
-    schedule = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
+    schedule: Any = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
     schedule.cycle = schedule
     del first, schedule
     second = sharded(model, momentum=0.5, shard="parameters", params=params and halves[1])

@@ -157,7 +157,7 @@ class Wide(nn.Module):
 
 @on_ranks(2)
 def test_numbers_of_8_bits_and_their_scales_stay_what_they_are(rank: int) -> None:
-    found = []
+    found: list[Any] = []
     for is_sharded in (False, True):
         model = fastddp.DistributedDataParallel(Wide(), bucket_cap_mb=0.01)
         optimizer: Any = (
