@@ -233,7 +233,7 @@ class ShardedOptimizer(Optimizer, StepsToTheEnd):
         gradients = [parameter.grad for parameter in trained]
         if any(gradient is None or isinstance(gradient, ShardedGradient) for gradient in gradients):
             return False
-        return not self._has_state() and not any(bool(gradient.any()) for gradient in gradients)
+        return not (self._held().part(mains=False) or any(bool(gradient.any()) for gradient in gradients))
 
     # -------------------------------------------------------------------------------------------------- checkpoints
 
