@@ -44,24 +44,25 @@ void Reducer::backward_raised() {
 bool Reducer::leave(bool group_stays) {
   has_left_ = true;
   hooks_.end();
+  const bool was_interrupted = interruption_->is_interrupted();
   interruption_->interrupt(kLeft);  // a backward may wait in another thread, with the lock
   const std::lock_guard lock(mutex_);
   backwards_.let_last_end(mutex_);
   notice_failure();
   steps_.look_for_skipped();
   if (has_streams(buckets_.device()) && window_.is_open() && !group_stays) (void)interruption_->abort_groups();
-  const bool is_void = leave_behind(group_stays);
+  const bool is_void = leave_behind(group_stays, was_interrupted || interruption_->has_raised());
   if (window_.has_begun()) fail();
   if (window_.is(WindowState::failed)) apply(WindowEvent::repair);
   return is_void;
 }
 
 // Works in flight hold what they use. Their group's destructor waits for them: note [Groups that are left], waits/interruption.h.
-bool Reducer::leave_behind(bool group_stays) {
+bool Reducer::leave_behind(bool group_stays, bool was_interrupted) {
   const c10::AutoGradMode no_grad(false);
   const bool is_void = window_.has_begun() || window_.is(WindowState::failed);
   if (is_void) driver_.leave_behind();
-  if ((is_void || interruption_->is_interrupted()) && !group_stays) {
+  if ((is_void || was_interrupted) && !group_stays) {
     auto groups = driver_.way()->groups();
     groups.push_back(process_group_);
     Interruption::bury(std::move(groups), driver_.travels());

@@ -49,7 +49,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
 Reducer::~Reducer() {
   if (has_left_) return;
   const std::lock_guard lock(mutex_);
-  leave_behind(/*group_stays=*/false);
+  leave_behind(/*group_stays=*/false, interruption_->is_interrupted());
 }
 
 // -------------------------------------------------------------------------------------------------- between two windows

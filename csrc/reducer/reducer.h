@@ -267,7 +267,7 @@ class Reducer : public Receiver, public std::enable_shared_from_this<Reducer> {
   void may_lose(const Part& part);
   void note_lost(const std::string& what);
   void lose();
-  bool leave_behind(bool group_stays);
+  bool leave_behind(bool group_stays, bool was_interrupted);
   void notice_failure();
   void fail_here(const std::string& what) {
     closing_.failure().happened_here(what, window_.ended());
