@@ -1,5 +1,7 @@
 #include "bucket/packing.h"
 
+#include <ATen/ops/alias.h>
+
 #include <utility>
 
 #include "bucket/bucket_range.h"
@@ -26,6 +28,12 @@ bool somebody_holds_wire(const Bucket& bucket) {
   return wire.is_held_beside(known);
 }
 
+// The user's own tensor of the wire's memory: its `data` may be set. To autograd it is a view where torch's DDP has views.
+at::Tensor gradient_in_wire(const Bucket& bucket, size_t member) {
+  const auto& view = bucket.wire.parts[member];
+  return bucket.layout.form().as_bucket_view ? at::alias(view) : as_gradient(view);
+}
+
 // Note [Where gradients live], bucket.h.
 void place_gradient(Bucket& bucket, size_t member, bool lived_in_wire) {
   auto& state = bucket.window[member];
@@ -34,7 +42,7 @@ void place_gradient(Bucket& bucket, size_t member, bool lived_in_wire) {
   const bool has_left = bucket.layout.form().as_bucket_view && !lived_in_wire;
   state.packed = state.in_wire = true;
   if (has_left || !gradient.defined() || state.has_placeholder() || (state.exclusive && fits(gradient, view))) {
-    gradient = as_gradient(view);
+    gradient = gradient_in_wire(bucket, member);
   } else {
     state.in_wire = lived_in_wire;
   }
@@ -161,7 +169,7 @@ void place_main(Bucket& bucket, size_t member) {
   auto& gradient = bucket.held(member);
   if (gradient.defined()) return settle(bucket, member, /*exclusive=*/false);
   if (bucket.wire.is_planned() && !bucket.wire.exists()) bucket.make_wire();
-  gradient = bucket.wire.exists() ? as_gradient(bucket.wire.parts[member]) : bucket.layout.empty_gradient(member);
+  gradient = bucket.wire.exists() ? gradient_in_wire(bucket, member) : bucket.layout.empty_gradient(member);
   gradient.zero_();
 }
 
@@ -181,7 +189,7 @@ void move_in(Bucket& bucket, size_t member) {
   const auto& view = bucket.wire.parts[member];
   view.copy_(gradient);
   if (bucket.layout.form().as_bucket_view) {
-    gradient = as_gradient(view);
+    gradient = gradient_in_wire(bucket, member);
   } else {
     take_memory_of(gradient, view);
   }

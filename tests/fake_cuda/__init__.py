@@ -92,6 +92,7 @@ def _device_module() -> ModuleType:
     module._lazy_init = lambda: None  # without it, torch 2.11 takes the device for unused and does not synchronise it
     module.device_count = lambda: 2
     module.current_device = torch.accelerator.current_device_index
+    module.device = lambda device: torch.accelerator.device_index(torch.device(device).index)
     module.set_device = torch.accelerator.set_device_index
     module.current_stream = torch.accelerator.current_stream
     module.synchronize = torch.accelerator.synchronize
