@@ -130,7 +130,8 @@ class Audit:
         while self._sent and self._sent[0].gathering.has_arrived(self._stream):
             sent = self._sent.popleft()
             for corruption in list(self._differences(sent, sent.rows())):
-                deliver(corruption, self._to)
+                if self._to != "report" or sent.group.rank() == 0:  # all ranks know it, and the log says it once
+                    deliver(corruption, self._to)
 
     def _differences(self, sent: _Sent, rows: Mapping[int, list[int]]) -> Iterator[Corruption]:
         if len(rows) == 1 and not self._differing:

@@ -121,7 +121,7 @@ def test_a_difference_is_told_once_until_it_is_gone(rank: int) -> None:
 
 @pytest.mark.parametrize("corruption", [None, "report", "raise"])
 @on_ranks(3)
-def test_it_is_logged_or_raised_on_all_ranks(rank: int, corruption: Any) -> None:
+def test_it_is_logged_once_or_raised_on_all_ranks(rank: int, corruption: Any) -> None:
     with lines_of_the_logger() as lines:
         model = fastddp.DistributedDataParallel(Mlp(), watch=fastddp.Watch(audit_every=1, corruption=corruption))
         optimizer = sgd(model)
@@ -131,8 +131,8 @@ def test_it_is_logged_or_raised_on_all_ranks(rank: int, corruption: Any) -> None
             with pytest.raises(fastddp.CorruptionError, match=r"'0.weight'"):
                 train(model, optimizer, rank, range(4))
         train(model, optimizer, rank, range(4))  # all ranks are at the same step, and can go on
-    is_logged = any("'0.weight' of rank 1 is not that of ranks 0, 2" in line for line in lines)
-    assert is_logged == (corruption != "raise")
+    said = [line for line in lines if "'0.weight' of rank 1 is not that of ranks 0, 2" in line]
+    assert len(said) == (corruption != "raise" and rank == 0)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 100])
