@@ -42,11 +42,11 @@ OtherReducers::~OtherReducers() {
   std::erase(registered().all, this);
 }
 
-std::pair<std::shared_ptr<Reducer>, size_t> OtherReducers::only_reducer_of(const at::Tensor& parameter) {
+std::pair<std::shared_ptr<Reducer>, size_t> OtherReducers::only_reducer_of(int64_t identity) {
   const std::lock_guard lock(registered().mutex);
   std::pair<std::shared_ptr<Reducer>, size_t> only;
   for (const auto* one : registered().all) {
-    const auto found = one->numbers_.find(parameter.unsafeGetTensorImpl());
+    const auto found = one->numbers_.find(reinterpret_cast<const at::TensorImpl*>(identity));
     if (found == one->numbers_.end()) continue;
     if (only.first) return {};
     only = {one->own_.weak_from_this().lock(), found->second};

@@ -29,8 +29,9 @@ class OtherReducers {
   ~OtherReducers();
   C10_DISABLE_COPY_AND_ASSIGN(OtherReducers);
 
-  // The only reducer that has this parameter, and the parameter's number there; null: none, or several.
-  static std::pair<std::shared_ptr<Reducer>, size_t> only_reducer_of(const at::Tensor& parameter);
+  // The only reducer that has this parameter, and the parameter's number there; null: none, or several. `identity`: the address of
+  // the parameter's TensorImpl, which need not live.
+  static std::pair<std::shared_ptr<Reducer>, size_t> only_reducer_of(int64_t identity);
 
   // A backward from `roots` has raised: tells those whose gradients it was to bring. Where there is no graph that is not known, and
   // it tells those that wait for a backward.

@@ -37,6 +37,11 @@ from fastddp.module.nested import tensors_in
 from fastddp.torch_compat.refusals import is_torchs
 
 
+@torch.library.register_fake("fastddp::identities")
+def _(parameters: Sequence[Tensor]) -> Tensor:
+    return torch.empty(len(parameters), dtype=torch.int64)
+
+
 def leave_alone(*functions: Callable[..., Any], where_inlined: bool = True) -> None:
     """Tell dynamo not to compile these, but what they call; ``where_inlined``: nor to take them into another graph.
 
@@ -108,25 +113,36 @@ class CompiledGraphs:
             return "the backend replays CUDA graphs, in which no operator calls the reducer"
         return ""
 
-    def put_operators(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        """Let gradients be handed over. ``inputs``: an example for each placeholder, parameters themselves."""
+    def put_operators(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+        """Let gradients be handed over. ``inputs``: an example for each placeholder, parameters themselves.
+
+        Returns whether the graph has one output more: what nobody gets, backward would compute from parameters again.
+        """
         if any("increment_nesting" in getattr(node.target, "__name__", "") for node in graph.graph.nodes):
-            return  # torch.func: inside it parameters are other tensors
+            return False  # torch.func: inside it parameters are other tensors
         own = {id(parameter) for parameter in self._parameters if type(parameter) in (Tensor, nn.Parameter)}
         users = _users_with_gradients(graph.graph)
-        for placeholder, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
-            if id(value) not in own or placeholder not in users:
-                continue
-            if (
-                placeholder.meta["example_value"]._version > 0
-            ):  # dynamo has run the graph with it in the parameter's place
-                continue
-            with graph.graph.inserting_before(users[placeholder][0]):
-                passed = graph.graph.call_function(torch.ops.fastddp.passes.default, (placeholder,))
-            passed.meta = {key: value for key, value in placeholder.meta.items() if key != "grapharg"}
-            for user in users[placeholder]:
-                user.replace_input_with(placeholder, passed)
+        placeholders: Any = graph.graph.find_nodes(op="placeholder")
+        passing = [
+            node
+            for node, value in zip(placeholders, inputs, strict=True)
+            # dynamo has run the graph with its example in the parameter's place
+            if id(value) in own and node in users and node.meta["example_value"]._version == 0
+        ]
+        if not passing:
+            return False
+        with graph.graph.inserting_after(placeholders[-1]):
+            identities = graph.graph.call_function(torch.ops.fastddp.identities.default, (passing,))
+        for place, node in enumerate(passing):
+            with graph.graph.inserting_before(users[node][0]):
+                passed = graph.graph.call_function(torch.ops.fastddp.passes.default, (node, identities, place))
+            passed.meta = {key: value for key, value in node.meta.items() if key != "grapharg"}
+            for user in users[node]:
+                user.replace_input_with(node, passed)
+        output = graph.graph.output_node()
+        output.args = ((*output.args[0], identities),)  # type: ignore[misc]
         graph.recompile()
+        return True
 
     def look(self, output: Any, reducer: Reducer) -> None:
         """If dynamo has been at work since the last look, note which parameters get gradients from compiled graphs."""
@@ -264,8 +280,9 @@ class ActiveModel:
             return types.SimpleNamespace(compile_fn=cuts.compile_fn)
 
         def compile_fn(graph: fx.GraphModule, inputs: Sequence[Any], **of_backend: Any) -> Any:
-            self._graphs.put_operators(graph, inputs)
-            return backend_compile_fn(graph, inputs, **_as_gradients_come(backend_compile_fn, of_backend))
+            has_more = self._graphs.put_operators(graph, inputs)
+            compiled = backend_compile_fn(graph, inputs, **_as_gradients_come(backend_compile_fn, of_backend))
+            return (lambda *arguments: compiled(*arguments)[:-1]) if has_more else compiled
 
         return types.SimpleNamespace(compile_fn=compile_fn)
 

@@ -173,8 +173,9 @@ class _Graph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         found = [torch.full_like(one, ctx.value * 10**place) for place, one in enumerate(ctx.parameters)]
-        for one, parameter in zip(found, ctx.parameters, strict=True):
-            torch.ops.fastddp.hand_over(one, parameter)
+        identities = torch.ops.fastddp.identities(ctx.parameters)
+        for place, one in enumerate(found):
+            torch.ops.fastddp.hand_over(one, identities, place)
         return (None, *found)
 
 

@@ -208,7 +208,7 @@ def test_no_sync_compiles_nothing_anew_and_without_gradients_nothing_is_put_into
                 backward(model, rank, step)
         with torch.no_grad():
             model(batch(rank))
-    assert graphs == [["fastddp.passes.default"] * 8, []]
+    assert graphs == [["fastddp.identities.default"] + ["fastddp.passes.default"] * 8, []]
 
 
 # ------------------------------------------------------------- what programs do, with gradients handed over and without
@@ -685,6 +685,7 @@ class Writes(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.tier("slow")
 @pytest.mark.timeout(COMPILING + 30)
 @on_ranks(2, time_limit=COMPILING)
 def test_a_graph_that_writes_to_parameters_does_what_torchs_does(rank: int) -> None:
@@ -698,6 +699,47 @@ def test_a_graph_that_writes_to_parameters_does_what_torchs_does(rank: int) -> N
     reducer: Any = model.reducer
     names = {model._recipe.parameters.names[index] for index in reducer.handed_over()}
     assert names >= {"first.weight", "first.bias", "last.weight", "last.bias"}
+
+
+class AddsTwice(nn.Module):
+    """Adds a parameter, and changes it after a graph break; or its caller does, if it does not break."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last, self.added = nn.Linear(8, 8), nn.Linear(8, 3), nn.Parameter(torch.randn(8))
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu() + self.added
+        if self.breaks:
+            torch._dynamo.graph_break()
+            self.change()
+        return self.last(x)
+
+    @torch.no_grad()
+    def change(self) -> None:
+        self.added.mul_(0.9)
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+@pytest.mark.timeout(COMPILING + 30)
+@on_ranks(2, time_limit=COMPILING)
+def test_a_parameter_may_be_changed_between_its_graph_and_backward(rank: int, breaks: bool) -> None:
+    found = []
+    for wrap in (TorchDDP, fastddp.DistributedDataParallel):
+        with dynamo():
+            model = wrap(AddsTwice(breaks))
+            model.compile(backend="aot_eager")
+            for step in range(3):
+                loss = model(batch(rank, step)).square().mean()
+                if not breaks:
+                    model.module.change()
+                loss.backward()
+            found.append(gradients(model))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    reducer: Any = model.reducer
+    assert len(reducer.handed_over()) == 5
 
 
 # ----------------------------------------------------------------- where gradients are not handed over, and who says so
