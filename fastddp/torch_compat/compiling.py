@@ -260,12 +260,13 @@ class ActiveModel:
     def __enter__(self) -> bool:
         """Return whether the module needs a frame of ours to be compiled as one: :func:`call`."""
         forward = self.model.module.forward
+        needs_a_frame = isinstance(forward, types.MethodType) and is_left_alone(forward.__func__)  # may raise
         torch._dynamo.backends.distributed.DDPOptimizer.__new__ = _make_optimizer  # type: ignore[assignment, method-assign]
         self._outer, _here.innermost = _here.innermost, self
         before = vars(TorchDDP)["_active_ddp_module"]
         self._before = before if is_torchs(before) else _here
         TorchDDP._active_ddp_module = _here  # type: ignore[assignment]
-        return isinstance(forward, types.MethodType) and is_left_alone(forward.__func__)
+        return needs_a_frame
 
     @torch._disable_dynamo
     def __exit__(self, *exception: Any) -> None:
