@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "block8/kernels.h"
 
@@ -13,6 +14,17 @@ namespace fastddp {
 namespace py = pybind11;
 
 constexpr py::call_guard<py::gil_scoped_release> no_gil;
+
+// The same function, which releases the GIL. For py::init: under `no_gil` pybind11 would note the new object in its tables without it.
+template <typename Function>
+auto without_gil(Function function) {
+  return [&]<typename Made, typename... Arguments>(Made (Function::*)(Arguments...) const) {
+    return [function = std::move(function)](Arguments... arguments) {
+      const py::gil_scoped_release release;
+      return function(std::forward<Arguments>(arguments)...);
+    };
+  }(&Function::operator());
+}
 
 using OptionalTensor = std::optional<at::Tensor>;
 

@@ -77,14 +77,14 @@ void bind_exchanges(py::module_& m) {
 
   py::class_<Shard, std::shared_ptr<Shard>>(m, "Shard", "A rank's part of a bucket's gradients; csrc/bucket/shard.h.");
   py::class_<Sharding, std::shared_ptr<Sharding>>(m, "Sharding", "Which rank has what; csrc/bucket/sharding.h.")
-      .def(py::init([](const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan,
-                       size_t ranks, size_t rank, bool whole, bool for_optimizer) {
+      .def(py::init(without_gil([](const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, Plan plan,
+                                   size_t ranks, size_t rank, bool whole, bool for_optimizer) {
              std::optional<Sharding::Units> units;
              if (for_optimizer) units = {Block8::kLongestBlock, Block8::kLongestGroup};
              return std::make_shared<Sharding>(parameters, names, std::move(plan), ranks, rank, whole, units);
-           }),
+           })),
            py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("ranks"), py::arg("rank"), py::arg("whole"),
-           py::arg("for_optimizer") = false, no_gil)
+           py::arg("for_optimizer") = false)
       .def(
           "spans",
           [](const Sharding& sharding, size_t bucket) {
@@ -124,23 +124,23 @@ void bind_exchanges(py::module_& m) {
       "One-dimensional, like a tensor; csrc/device/huge_pages.h.", py::arg("elements"), py::arg("like"), no_gil);
 
   py::class_<Gather, std::shared_ptr<Gather>>(m, "Gather", "Parameters go to all ranks; csrc/transport/gather.h.")
-      .def(py::init([](Lanes lanes, const std::shared_ptr<Sharding>& sharding, std::shared_ptr<Interruption> interruption,
-                       size_t model) {
+      .def(py::init(without_gil([](Lanes lanes, const std::shared_ptr<Sharding>& sharding,
+                                   std::shared_ptr<Interruption> interruption, size_t model) {
              return destroyed_without_gil(std::make_unique<Gather>(std::move(lanes), sharding->device(), runs_of(sharding),
                                                                    sharding->buckets(), std::move(interruption), model));
-           }),
-           py::arg("lanes"), py::arg("sharding"), py::arg("interruption"), py::arg("model") = 0, no_gil);
+           })),
+           py::arg("lanes"), py::arg("sharding"), py::arg("interruption"), py::arg("model") = 0);
 
   py::class_<Way, std::shared_ptr<Way>>(m, "Way", "How gradients travel; csrc/trip/way.h.")
-      .def(py::init([](std::shared_ptr<Codec> codec, Lanes lanes, Nodes nodes, bool divides) {
+      .def(py::init(without_gil([](std::shared_ptr<Codec> codec, Lanes lanes, Nodes nodes, bool divides) {
              auto all = lanes.all().front();
              return destroyed_without_gil(std::make_unique<Way>(Way{.all = std::move(all),
                                                                     .codec = std::move(codec),
                                                                     .lanes = std::move(lanes),
                                                                     .nodes = std::move(nodes),
                                                                     .divides = divides}));
-           }),
-           py::arg("codec"), py::arg("lanes"), py::kw_only(), py::arg("nodes") = Nodes(), py::arg("divides") = false, no_gil)
+           })),
+           py::arg("codec"), py::arg("lanes"), py::kw_only(), py::arg("nodes") = Nodes(), py::arg("divides") = false)
       .def_static(
           "nowhere", [] { return destroyed_without_gil(std::make_unique<Way>()); }, no_gil)
       .def_static(

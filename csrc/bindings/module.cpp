@@ -127,22 +127,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "too_large", [](Reducer& reducer, size_t parameter) { return reducer.local_gradients()->too_large(parameter); },
       py::arg("parameter"));
   reducer
-      .def(
-          py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<std::vector<size_t>> plan,
-                      c10::intrusive_ptr<c10d::ProcessGroup> process_group, bool gradient_as_bucket_view, Expect expect,
-                      std::vector<size_t> sparse, std::optional<c10::ScalarType> gradient_dtype, bool in_main_grad,
-                      bool lazy_bucket_allocation, const std::vector<int64_t>& learned) {
-            auto made = destroyed_without_gil(std::make_unique<Reducer>(
-                std::move(parameters), std::move(names), std::move(plan), std::move(process_group),
-                GradientForm{gradient_as_bucket_view, gradient_dtype, in_main_grad, lazy_bucket_allocation}, expect,
-                std::move(sparse), learned));
-            made->listen();
-            return made;
-          }),
-          py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("process_group"),
-          py::arg("gradient_as_bucket_view"), py::arg("expect") = Expect::all, py::arg("sparse") = std::vector<size_t>(),
-          py::arg("gradient_dtype") = std::nullopt, py::arg("in_main_grad") = false, py::arg("lazy_bucket_allocation") = false,
-          py::arg("learned") = std::vector<int64_t>(), no_gil)
+      .def(py::init(without_gil([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                                   std::vector<std::vector<size_t>> plan, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                                   bool gradient_as_bucket_view, Expect expect, std::vector<size_t> sparse,
+                                   std::optional<c10::ScalarType> gradient_dtype, bool in_main_grad,
+                                   bool lazy_bucket_allocation, const std::vector<int64_t>& learned) {
+             auto made = destroyed_without_gil(std::make_unique<Reducer>(
+                 std::move(parameters), std::move(names), std::move(plan), std::move(process_group),
+                 GradientForm{gradient_as_bucket_view, gradient_dtype, in_main_grad, lazy_bucket_allocation}, expect,
+                 std::move(sparse), learned));
+             made->listen();
+             return made;
+           })),
+           py::arg("parameters"), py::arg("names"), py::arg("plan"), py::arg("process_group"),
+           py::arg("gradient_as_bucket_view"), py::arg("expect") = Expect::all, py::arg("sparse") = std::vector<size_t>(),
+           py::arg("gradient_dtype") = std::nullopt, py::arg("in_main_grad") = false, py::arg("lazy_bucket_allocation") = false,
+           py::arg("learned") = std::vector<int64_t>())
       .def("begin_forward", torch::wrap_pybind_function_no_gil(&Reducer::begin_forward), py::arg("grad_enabled"));
   py::class_<Lost>(m, "Lost", "A lost connection; csrc/reducer/reducer.h.")
       .def_readonly("window", &Lost::window)

@@ -164,19 +164,19 @@ void bind_watch(py::module_& m) {
       py::arg("progress"), py::arg("still"), no_gil);
 
   py::class_<StallWatch, std::shared_ptr<StallWatch>>(m, "StallWatch", "csrc/watch/stall_watch.h.")
-      .def(py::init([](std::shared_ptr<const Progress> progress, c10::intrusive_ptr<c10d::Store> store, std::string key,
-                       uint64_t job, double patience, bool prints, std::shared_ptr<Interruption> raises,
-                       std::shared_ptr<DeviceProgress> device, std::shared_ptr<Interruption> waits, Libraries libraries,
-                       double idle_patience) {
+      .def(py::init(without_gil([](std::shared_ptr<const Progress> progress, c10::intrusive_ptr<c10d::Store> store,
+                                   std::string key, uint64_t job, double patience, bool prints,
+                                   std::shared_ptr<Interruption> raises, std::shared_ptr<DeviceProgress> device,
+                                   std::shared_ptr<Interruption> waits, Libraries libraries, double idle_patience) {
              auto stack = [libraries = std::move(libraries)] { return in_lines(calls_without_gil(), libraries); };
              return destroyed_without_gil(
                  std::make_unique<StallWatch>(std::move(progress), std::move(store), std::move(key), job,
                                               StallWatch::Settings{patience, idle_patience, prints, std::move(raises),
                                                                    std::move(device), std::move(waits), std::move(stack)}));
-           }),
+           })),
            py::arg("progress"), py::arg("store"), py::arg("key"), py::arg("job"), py::arg("patience"), py::arg("prints"),
            py::arg("raises") = nullptr, py::arg("device") = nullptr, py::arg("waits") = nullptr,
-           py::arg("libraries") = Libraries{}, py::arg("idle_patience") = std::numeric_limits<double>::infinity(), no_gil)
+           py::arg("libraries") = Libraries{}, py::arg("idle_patience") = std::numeric_limits<double>::infinity())
       .def("wants_stack", [](StallWatch& watch) { return watch.stack().is_wanted(); })
       .def(
           "give_stack", [](StallWatch& watch, std::vector<std::string> lines) { watch.stack().give(std::move(lines)); },
