@@ -232,7 +232,8 @@ FD045: The device has failed
   CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer. Look for Xid messages in the kernel's log, too.
 FD046: The optimizer needs whole parameters, or all of them
 - What is not one of torch's elementwise classes has been tried on small parameters. It made other steps with a part of
-  a parameter, or with some of the parameters, than with all; or it takes a closure.
+  a parameter, or with some of the parameters, than with all; or it takes a closure, or calls collectives itself. Or its
+  state turned out to have no number for each element.
 - Leave shard out: then ranks have whole parameters where that is enough. Where the message says "over all", use the
   optimizer without ShardedOptimizer.
 FD047: A sharded optimizer is not alone, or lacks a method
