@@ -75,6 +75,7 @@ void Reducer::repair() {
   check_device(buckets_.device());
   const auto turn = reduction_.conduct();
   const c10::AutoGradMode no_grad(false);
+  const Interruption::Scope interruptible(*interruption_, buckets_.device());
   const auto unsaid = closing_.failure().take_unsaid();
   if (unsaid == Failure::Unsaid::warning) TORCH_WARN(closing_.failure().text());
   driver_.void_what_was_done();
@@ -95,6 +96,7 @@ void Reducer::shadow_window() {
   check_between_windows("a rank can take part in others' windows");
   const auto turn = reduction_.conduct();
   const c10::AutoGradMode no_grad(false);
+  const Interruption::Scope interruptible(*interruption_, buckets_.device());
   apply(WindowEvent::stand_aside);
   steps_.forget_window();
   driver_.keep();  // a window counts as a step here: this rank's optimizer does not step, but others' do
