@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastddp._C import Reducer
@@ -121,13 +122,17 @@ class CompiledGraphs:
         if any("increment_nesting" in getattr(node.target, "__name__", "") for node in graph.graph.nodes):
             return False  # torch.func: inside it parameters are other tensors
         own = {id(parameter) for parameter in self._parameters if type(parameter) in (Tensor, nn.Parameter)}
+        # Dynamo has run the graph with its fakes in the parameters' places. A fake that shares a memory begins with another
+        # version than one that is alone, so new fakes tell which were written to.
+        mode = FakeTensorMode()
+        unwritten = {id(value): mode.from_tensor(value) for value in inputs if id(value) in own}
         users = _users_with_gradients(graph.graph)
         placeholders: Any = graph.graph.find_nodes(op="placeholder")
         passing = [
             node
             for node, value in zip(placeholders, inputs, strict=True)
-            # dynamo has run the graph with its example in the parameter's place
-            if id(value) in own and node in users and node.meta["example_value"]._version == 0
+            if id(value) in own and node in users
+            if node.meta["example_value"]._version == unwritten[id(value)]._version
         ]
         if not passing:
             return False

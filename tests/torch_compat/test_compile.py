@@ -819,6 +819,18 @@ def test_code_that_was_compiled_before_is_used_as_it_is_and_one_line_says_so(ran
     assert all("layers.0.weight and 7 more comes when its compiled graph ends" in text for text in texts)
 
 
+@on_ranks(1)
+def test_parameters_that_share_a_memory_hand_their_gradients_over(rank: int) -> None:
+    with dynamo():
+        module = Layers()
+        flat = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+        torch.nn.utils.vector_to_parameters(flat, module.parameters())
+        model: Any = fastddp.DistributedDataParallel(module)
+        model.compile(backend="aot_eager")
+        assert said(rank, model) == []
+    assert model.reducer.handed_over() == [*range(8)]
+
+
 @on_ranks(2)
 def test_a_model_whose_gradients_are_handed_over_says_nothing_and_neither_does_one_that_is_not_compiled(
     rank: int,
