@@ -357,7 +357,7 @@ def has_hook(exchange: Exchange) -> bool:
     return fails_alike(exchange) and exchange.codec != "plain" and not exchange.has_nodes  # there ranks' runs differ
 
 
-@pytest.mark.tier("slow", but_one_in=6)
+@pytest.mark.tier("slow", but_one_in=18)
 @pytest.mark.parametrize("exchange", exchanges_and(fits=has_hook))
 def test_a_hook_for_which_memory_is_short_leaves_the_exchange_of_before(
     pools: dict[str, RankPool], exchange: Exchange, allocator: Path
@@ -384,7 +384,7 @@ def rebuilds_alone(exchange: Exchange) -> bool:
     return fails_alike(exchange) and not exchange.is_sharded  # there parameters and state move by collectives
 
 
-@pytest.mark.tier("slow", but_one_in=6)
+@pytest.mark.tier("slow", but_one_in=18)
 @pytest.mark.parametrize("exchange", exchanges_and(fits=rebuilds_alone))
 def test_buckets_for_which_memory_is_short_are_taken_at_last(
     pools: dict[str, RankPool], exchange: Exchange, allocator: Path

@@ -36,7 +36,7 @@ def under_order(rank: int, order: str, seed: int, program: Program) -> list[str]
 @pytest.mark.timeout(0)  # a rank that hangs is reported by the ranks' own limit
 @pytest.mark.parametrize(
     ("order", "number"),
-    [("others_first", 10), *(pytest.param(order, 40, marks=SLOW) for order in ("lazy", "others_first", "random"))],
+    [("others_first", 3), *(pytest.param(order, 40, marks=SLOW) for order in ("lazy", "others_first", "random"))],
 )
 def test_gradients_are_those_of_the_reference(simulated_ranks: RankPool, order: str, number: int) -> None:
     seeds = iter(range(1_000_000))

@@ -70,7 +70,7 @@ LAUNCH, LOAD = "launching a kernel failed with CUDA error 701", "loading a kerne
 
 
 # What is wrong or does not load is so from the beginning on; launches are refused from the third step on.
-@pytest.mark.tier("slow", but_one_in=4)
+@pytest.mark.tier("slow", but_one_in=8)
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize(
     ("case", "kernel", "fault", "reason"),

@@ -177,6 +177,7 @@ def mutants_of(session: pytest.Session) -> list[Mutant]:
     return [item.callspec.params["mutant"] for item in session.items if "results" in item.fixturenames]  # type: ignore[attr-defined]
 
 
+@pytest.mark.tier("slow")
 def test_the_order_of_streams_is_right() -> None:
     result = run_checks()
     assert result.returncode == 0, result.stdout + result.stderr

@@ -33,6 +33,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.tier("slow")
 def test_the_kernels_of_the_cpu_are_right() -> None:
     found = check_kernels(CPU)
     assert found == [KernelCheck("cpu", what, "C++") for what in WHAT]
@@ -117,7 +118,7 @@ WRITES: dict[str, tuple[tuple[int, str], Callable[..., Tensor], int]] = {
 }
 
 
-@pytest.mark.tier("slow", but_one_in=10)
+@pytest.mark.tier("slow")
 @pytest.mark.parametrize(
     ("step", "value"), [*itertools.product([*WRITES][:4], [0.01, torch.nan]), *((step, None) for step in [*WRITES][4:])]
 )

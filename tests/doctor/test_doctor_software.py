@@ -103,6 +103,7 @@ assert not {"torch", "numpy"} & sys.modules.keys()
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.tier("slow")
 def test_the_package_is_whole_once_more_than_a_tool_is_asked_for(copy: Path) -> None:
     code = f"""
 sys.path.insert(0, {str(copy)!r})

@@ -39,7 +39,7 @@ def run_with_a_loss(running: Job, *arguments: object, where: str, how: str = "SI
     if how == "SIGKILL":
         lost.process.wait()
     else:
-        stays.wait_for(lambda: max(stays.committed, default=0) > DIES_AT + 3, "does not go on")
+        stays.wait_for(lambda: max(stays.committed, default=0) > lost.of("dies")[0]["step"] + 3, "does not go on")
         lost.end()
     comes = running.start(1, PAUSE, *arguments)
     replicas.append(comes)

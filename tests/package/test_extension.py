@@ -84,6 +84,7 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
+@pytest.mark.tier("slow")
 def test_ranks_that_start_at_once_compile_once_and_say_what_they_wait_for(site: Site) -> None:
     site.hold.touch()
     first = site.start()

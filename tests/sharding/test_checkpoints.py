@@ -148,7 +148,7 @@ def slow(*row: Any) -> Any:
     [
         ({}, {"whole": (2,), "part": (4,), "dcp": (2, 1)}, True),
         (COPIES_ALONE, SOME, False),
-        (MUON, SOME, False),
+        slow(MUON, SOME, False),
         slow({}, {"whole": (4, 1), "dcp": (4,)}, False),
         slow({"shard": "parameters"}, {"whole": (1,), "dcp": (4, 1)}, False),
         slow({"kind": SGD}, SOME, True),
