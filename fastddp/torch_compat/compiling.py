@@ -122,8 +122,8 @@ class CompiledGraphs:
         if any("increment_nesting" in getattr(node.target, "__name__", "") for node in graph.graph.nodes):
             return False  # torch.func: inside it parameters are other tensors
         own = {id(parameter) for parameter in self._parameters if type(parameter) in (Tensor, nn.Parameter)}
-        # Dynamo has run the graph with its fakes in the parameters' places. A fake that shares a memory begins with
-        # another version than one that is alone, so new fakes tell which were written to.
+        # Dynamo has run the graph with its fakes in the parameters' places. A fake that shares a memory with another one
+        # begins with another version than one that is alone. So new fakes, all kept, tell which were written to.
         mode = FakeTensorMode()
         unwritten = {id(value): mode.from_tensor(value) for value in inputs if id(value) in own}
         users = _users_with_gradients(graph.graph)
@@ -131,7 +131,7 @@ class CompiledGraphs:
         passing = [
             node
             for node, value in zip(placeholders, inputs, strict=True)
-            if id(value) in own and node in users
+            if node in users and id(value) in unwritten
             if node.meta["example_value"]._version == unwritten[id(value)]._version
         ]
         if not passing:

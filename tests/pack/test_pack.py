@@ -248,7 +248,8 @@ def random_specs(draw: st.DrawFn) -> Spec:
     )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@pytest.mark.tier("slow")
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.sampled_from(list(MOVERS)),
     st.lists(random_specs(), max_size=6),
