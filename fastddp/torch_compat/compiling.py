@@ -122,7 +122,7 @@ class CompiledGraphs:
         if any("increment_nesting" in getattr(node.target, "__name__", "") for node in graph.graph.nodes):
             return False  # torch.func: inside it parameters are other tensors
         own = {id(parameter) for parameter in self._parameters if type(parameter) in (Tensor, nn.Parameter)}
-        # Dynamo has run the graph with its fakes in the parameters' places. A fake that shares a memory with another one
+        # Dynamo has run the graph with its fakes in the parameters' places. A fake that shares the memory of another
         # begins with another version than one that is alone. So new fakes, all kept, tell which were written to.
         mode = FakeTensorMode()
         unwritten = {id(value): mode.from_tensor(value) for value in inputs if id(value) in own}
