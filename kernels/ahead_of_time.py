@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import block8_kernels, low_rank_kernels, orthogonalise_kernels, sum_shards_kernels
+from . import block8_kernels, device_table_kernels, low_rank_kernels, orthogonalise_kernels, sum_shards_kernels
 from .compiling_once import alone_on_this_node
 from .pack_kernels import (
     CHUNK_ELEMENTS,
@@ -206,9 +206,22 @@ def compile_sum_shards(dtype: torch.dtype, capability: int) -> CompiledKernel:
     return _compile(kernel, signature, constants, capability, (sum_shards_kernels.ELEMENTS,))
 
 
+@cache
+def compile_write_words(capability: int) -> CompiledKernel:
+    """Compile the kernel that writes tables.
+
+    Raises:
+        RuntimeError: see :func:`_compile`.
+    """
+    words = device_table_kernels.WORDS
+    signature = {"target": "*i64", "words": ("i64",) * words}
+    kernel: Any = device_table_kernels.write_words_kernel
+    return _compile(kernel, signature, {}, capability, (words,), device_table_kernels.WARPS)
+
+
 def _compile(
     kernel: Any,
-    signature: dict[str, str],
+    signature: dict[str, Any],
     constants: dict[str, Any],
     capability: int,
     tile: tuple[int, ...],
@@ -238,7 +251,7 @@ def _compile(
         num_warps=metadata.num_warps,
         shared_bytes=metadata.shared,
         tile=tile,
-        parameters=len(signature),
+        parameters=sum(len(kind) if isinstance(kind, tuple) else 1 for kind in signature.values()),
         scratch_parameters=scratch,
     )
 

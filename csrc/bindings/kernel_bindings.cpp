@@ -1,3 +1,5 @@
+#include <ATen/ops/tensor.h>
+
 #include <algorithm>
 
 #include "audit/digests.h"
@@ -288,6 +290,14 @@ void bind_kernels(py::module_& m) {
       "target = the rows of shards, of 16 bits, added up in fp32 in their order and rounded once.");
   m.def("sum_shards_with_operators", &sum_shards_with_operators, py::arg("shards"), py::arg("target"), no_gil,
         "The same by torch's operators.");
+  m.def(
+      "write_words",
+      [](const Words& words, const at::Tensor& target, bool trial) {
+        Launcher launcher(target.device(), purpose(trial));
+        const auto* kernel = launcher.find("fastddp_write_words");
+        if (!launched({kernel}, [&] { launcher.write(*kernel, target, words); })) target.copy_(at::tensor(words));
+      },
+      py::arg("words"), py::arg("target"), py::arg("trial") = false, no_gil, "What writes small tables to a GPU: all words.");
   py::enum_<Trust>(m, "Trust", "Whether a kernel is used; csrc/device/compiled_kernels.h.")
       .value("untried", Trust::untried)
       .value("proven", Trust::proven)

@@ -1,51 +1,73 @@
 #include "device/device_table.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <tuple>
 #include <utility>
 
+#include "device/cuda_driver.h"
 #include "device/streams.h"
 
 namespace fastddp {
 
 namespace {
 
-// Both ends of a copy.
-struct Staged {
-  at::Tensor on_host;  // pinned
-  at::Tensor on_device;
-};
-
-// Fresh memory on both sides: neither a copy in flight nor a kernel still running sees its table change. Both come from
-// caching allocators.
-Staged stage(const Words& words, c10::Device device) {
+// In fresh memory, so that no kernel that still runs sees its table change; in the order of the current stream.
+at::Tensor sent(const Words& words, Launcher& launcher) {
   const auto count = static_cast<int64_t>(words.size());
-  Staged table{at::empty({count}, at::TensorOptions().dtype(at::kLong).pinned_memory(true)),
-               at::empty({count}, at::TensorOptions().dtype(at::kLong).device(device))};
-  std::memcpy(table.on_host.data_ptr(), words.data(), words.size() * sizeof(int64_t));
+  const auto options = at::TensorOptions().dtype(at::kLong);
+  launcher.note_upload();
+  const auto* kernel = launcher.find("fastddp_write_words");
+  at::Tensor table;
+  const bool fits = kernel != nullptr && count <= kernel->tile.at(0);
+  const bool is_done = fits && launched({kernel}, [&] {
+                         table = at::empty({kernel->tile.at(0)}, options.device(launcher.device()));
+                         launcher.write(*kernel, table, words);
+                       });
+  if (is_done) return table.narrow(0, 0, count);
+  const auto on_host = at::empty({count}, options.pinned_memory(true));
+  std::memcpy(on_host.data_ptr(), words.data(), words.size() * sizeof(int64_t));
+  table = at::empty({count}, options.device(launcher.device()));
+  table.copy_(on_host, /*non_blocking=*/true);
   return table;
 }
 
-void send(const Staged& table) {
-  table.on_device.copy_(table.on_host, /*non_blocking=*/true);
+c10::Stream outside_of_captures(c10::Device device) {
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  constexpr int most = 64;  // the pool has 32, and gives them out in turn
+  for (int i = 0; i < most; ++i) {
+    const auto stream = guard.getStreamFromGlobalPool(device, /*isHighPriority=*/false);
+    if (!is_captured(stream)) return stream;
+  }
+  TORCH_CHECK(false, "fastddp: all streams of ", device, " are being captured.");
 }
 
 // Note [Tables of a captured graph]
-// A replayed graph repeats the copy from pinned memory and the launch, with the pointers of the capture. Nobody tells when a
-// graph is gone, and it may outlive the model whose step it is. So both ends of the copy live as long as the process, and serve
-// nothing else. Graphs that need the same table share one: each copies the same numbers to the same place. So each set of
-// addresses that was ever captured, however often, keeps 16 bytes a gradient and 32 bytes a program for good, on both sides.
-const Staged& kept_for_graphs(const Words& words, c10::Device device) {
+// A replayed graph repeats its launches with the pointers of the capture. Nobody tells when a graph is gone, and it may outlive
+// the model whose step it is. So a table that a captured launch reads is never written again, and lives as long as the process.
+// It is sent during the capture and outside of it, and the host waits: each replay would repeat a copy that is part of the graph,
+// for which a device takes several microseconds. Its memory is not the graph's either, which the graph's earlier nodes may write
+// to. Graphs that need the same table share one. So each set of addresses that was ever captured, however often, keeps 16 bytes
+// a gradient and 32 bytes a program for good.
+const at::Tensor& kept_for_graphs(const Words& words, Launcher& launcher) {
   static auto* mutex = new std::mutex();
-  static auto* kept = new std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, Words>, Staged>();
+  static auto* kept = new std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, Words>, at::Tensor>();
   const std::lock_guard lock(*mutex);
+  const auto device = launcher.device();
   const std::tuple key{device.type(), device.index(), words};
   const auto known = kept->find(key);
-  return known != kept->end() ? known->second : kept->emplace(key, stage(words, device)).first->second;
+  if (known != kept->end()) return known->second;
+  const auto stream = outside_of_captures(device);
+  const c10::StreamGuard outside(stream);
+  const auto table = sent(words, launcher);
+  stream.synchronize();
+  return kept->emplace(key, table).first->second;
 }
 
 }  // namespace
@@ -54,25 +76,18 @@ const at::Tensor& DeviceTable::refresh(Words key, const std::function<Words()>& 
   const auto device = launcher_.device();
   if (is_capturing(device)) {
     const auto allowed = relaxed_capture(device);
-    const auto& table = kept_for_graphs(words ? words() : key, device);
-    send(table);
-    launcher_.note_upload();
-    of_capture_ = table.on_device;
-    return of_capture_;
+    return of_capture_ = kept_for_graphs(words ? words() : key, launcher_);
   }
-  auto& [last, other] = sent_;
-  if (key != last.key || !last.on_device.defined()) {
-    std::swap(last, other);
-    if (key != last.key || !last.on_device.defined()) {
-      const auto table = stage(words ? words() : key, device);
-      send(table);
-      launcher_.note_upload();
-      last = {std::move(key), table.on_device};
-    }
+  auto found = std::ranges::find(sent_, key, &Sent::key);
+  if (found == sent_.end()) {
+    const auto table = sent(words ? words() : key, launcher_);
+    if (sent_.size() == kRemembered) sent_.pop_back();
+    found = sent_.insert(sent_.end(), {std::move(key), table});
   }
+  std::rotate(sent_.begin(), found, found + 1);
   // The table may have been made in an earlier window, on another stream.
-  keep_for_current_stream(last.on_device);
-  return last.on_device;
+  keep_for_current_stream(sent_.front().on_device);
+  return sent_.front().on_device;
 }
 
 }  // namespace fastddp

@@ -1,9 +1,9 @@
-// A table of numbers for kernels. It is kept on the device, and sent there from pinned memory when it has changed.
+// A table of numbers for kernels. It is kept on the device, and sent there when it has changed: as the parameters of a kernel that
+// writes it, or, if it has too many words for that, from pinned memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -19,8 +19,8 @@ class DeviceTable {
   explicit DeviceTable(Launcher& launcher) : launcher_(launcher) {}
 
   // The table on the device, in the order of the current stream. `words` makes it from what `key` decides, and is called when
-  // `key` is neither of the last two, or in a capture: nothing is uploaded in a steady state, also where two buffers change
-  // places in each step. Without `words`, the key is the table.
+  // `key` is none of the last kRemembered, or in a capture. So nothing is sent in a steady state, also where buffers change
+  // places in each step, or an allocator gives gradients the same memory every few steps. Without `words`, the key is the table.
   const at::Tensor& refresh(Words key, const std::function<Words()>& words = {});
 
  private:
@@ -29,7 +29,8 @@ class DeviceTable {
     Words key;
     at::Tensor on_device;
   };
-  std::array<Sent, 2> sent_;  // the last one first
+  static constexpr size_t kRemembered = 8;
+  std::vector<Sent> sent_;  // the last one first
   at::Tensor of_capture_;
 };
 

@@ -8,6 +8,16 @@
 
 namespace fastddp {
 
+void Launcher::write(const LoadedKernel& kernel, const at::Tensor& target, std::vector<int64_t> words) const {
+  words.resize(static_cast<size_t>(kernel.tile.at(0)));
+  const void *address = word_of(target), *scratch = nullptr;
+  std::vector<void*> parameters{&address};
+  for (auto& word : words) parameters.push_back(&word);
+  TORCH_INTERNAL_ASSERT(parameters.size() == kernel.parameters);
+  parameters.insert(parameters.end(), kMostScratch, &scratch);
+  driver_.launch(kernel.function, 1, device_, parameters.data());
+}
+
 at::Tensor Launcher::empty(c10::IntArrayRef sizes, c10::ScalarType dtype) {
   const auto options = at::TensorOptions().dtype(dtype).device(device_);
   if (purpose_ == Purpose::training) return at::empty(sizes, options);

@@ -41,6 +41,9 @@ class Launcher {
     ++launches_;
   }
 
+  // Launches the kernel that writes as many words as its tile says, the missing ones as zeros.
+  void write(const LoadedKernel& kernel, const at::Tensor& target, std::vector<int64_t> words) const;
+
   at::Tensor empty(c10::IntArrayRef sizes, c10::ScalarType dtype);
 
   // Where a launch writes what belongs into `rows`, contiguous: there, except in a trial. After the launch, move() brings it

@@ -22,7 +22,7 @@ at::Tensor measure_with_operators(const at::Tensor& values);
 void measure_with_operators(const std::vector<Slot>& slots, LocalSums& sums);
 
 // The size of a part, if a bucket is packed in parts: few launches, each at the speed of memory.
-constexpr size_t kPartBytes = 4 << 20;
+constexpr size_t kPartBytes = 12 << 20;
 
 // Moves the gradients of one bucket. There is one object a bucket: on a GPU it remembers the tables on the device.
 class Kernels : public CallsKernels {

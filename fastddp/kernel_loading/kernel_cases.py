@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from fastddp import _C
 from fastddp.kernel_loading.trials import Case, Makes, Memory, Sums, Trial
 
 CHUNK = 4096  # elements of one program of pack, of 8 bits and of sums
+WORDS = 256  # of a table that a kernel writes
 STEPS = (512, 1024, 2048, CHUNK)  # elements that a program takes at once
 ACCESS = 16  # bytes
 
@@ -267,7 +267,7 @@ def sum_shards(dtype: torch.dtype) -> Trial:
 
     def call(kernels: Any, calls: Sequence[tuple[Tensor, Tensor]]) -> None:
         for shards, target in calls:
-            kernels.sum_shards(shards, target)
+            kernels(shards, target)
 
     rows = (8, 16, 1016, 1024, 1032, CHUNK - 8, CHUNK, CHUNK + 8, 2 * CHUNK + 16)  # which begin aligned
     anywhere = [shifts for shifts in offsets(dtype, dtype) if any(shifts)]
@@ -279,23 +279,42 @@ def sum_shards(dtype: torch.dtype) -> Trial:
         Case("into a row", lambda memory: make(memory, (*rows[:5], *SMALL), [(0, 0)], in_place=True), call),
         Case("special numbers", make_special, call),
     )
-    operators = SimpleNamespace(sum_shards=_C.sum_shards_with_operators)
-    return Trial(f"sums of {short(dtype)}", lambda *where: _Sums(dtype, *where), lambda: operators, cases)
+    name = f"fastddp_sum_shards_{'bf16' if dtype == torch.bfloat16 else 'fp16'}"
+    kernels = partial(_Function, name, _C.sum_shards)
+    return Trial(f"sums of {short(dtype)}", kernels, lambda: _C.sum_shards_with_operators, cases)
 
 
-class _Sums:
-    """The sum of shards, as an object like other kernels."""
+# ------------------------------------------------------------------------------------------------- tables
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, trial: bool) -> None:
-        self._name = f"fastddp_sum_shards_{'bf16' if dtype == torch.bfloat16 else 'fp16'}"
-        self._device, self._trial = device, trial
+
+def write_words() -> Trial:
+    """Of the kernel that writes tables."""
+
+    def make(memory: Memory) -> tuple[Any, ...]:
+        words = torch.randint(-(2**63), 2**63 - 1, (WORDS,), generator=random_numbers(), device="cpu")
+        return memory.take((WORDS,), torch.int64), tuple(words.tolist())
+
+    case = Case("all words", make, lambda kernels, target, words: kernels(words, target))
+
+    def with_operators(words: Sequence[int], target: Tensor) -> None:
+        target.copy_(torch.tensor(words, device="cpu"))
+
+    kernels = partial(_Function, "fastddp_write_words", _C.write_words)
+    return Trial("tables", kernels, lambda: with_operators, [case])
+
+
+class _Function:
+    """A kernel that a function launches, as an object like other kernels."""
+
+    def __init__(self, name: str, function: Callable[..., None], device: torch.device, trial: bool) -> None:
+        self._name, self._function, self._device, self._trial = name, function, device, trial
         self.launches = 0
 
     def wrote_around(self) -> bool:
         return False
 
-    def sum_shards(self, shards: Tensor, target: Tensor) -> None:
-        _C.sum_shards(shards, target, self._trial)
+    def __call__(self, *arguments: Any) -> None:
+        self._function(*arguments, self._trial)
         if self._device.type != "cpu":
             used = (_C.Trust.proven, _C.Trust.untried) if self._trial else (_C.Trust.proven,)
             self.launches += _C.trust_in_kernel(self._device, self._name) in used

@@ -34,6 +34,7 @@ def load_kernels(wanted: Iterable[tuple[torch.device, torch.dtype, torch.dtype]]
         from fastddp.kernels.ahead_of_time import compile_measure, compile_measure_gradients, compile_pack
         from fastddp.kernels.pack_kernels import moves
 
+        _load_tables(device, capability)
         gradient, wire = gradient.to_real(), wire.to_real()
         if moves(gradient, wire):
             _load(device, [compile_pack("pack", gradient, wire, capability)], kernel_cases.pack(gradient, wire))
@@ -55,6 +56,7 @@ def load_low_rank_kernels(wanted: Iterable[tuple[torch.device, torch.dtype]], ra
         from fastddp.kernels.ahead_of_time import LOW_RANK_DTYPES, compile_low_rank
         from fastddp.kernels.low_rank_kernels import padded_rank
 
+        _load_tables(device, capability)
         if gradient in LOW_RANK_DTYPES:
             compress, project, adder, reconstruct, *basis = compile_low_rank(gradient, rank, capability)
             padded = padded_rank(rank)
@@ -75,6 +77,7 @@ def load_block8_kernels(
         from fastddp.kernels.ahead_of_time import compile_block8
         from fastddp.kernels.block8_kernels import DTYPES
 
+        _load_tables(device, capability)
         gradient = gradient.to_real()
         if gradient in DTYPES:
             encode, add, decode = compile_block8(gradient, number, block, stochastic, capability)
@@ -98,6 +101,14 @@ def capability_of(device: torch.device) -> int | None:
     # Callers ask this before they import Triton and the cases, which take a second and are of no use on the CPU.
     capability = None if device.type == "cpu" else _C.capability(device)
     return capability if capability is not None and capability >= LEAST_CAPABILITY else None
+
+
+def _load_tables(device: torch.device, capability: int) -> None:
+    """Load the kernel that writes the others' tables: before them, so that none of them is tried with wrong ones."""
+    from fastddp.kernel_loading import kernel_cases
+    from fastddp.kernels.ahead_of_time import compile_write_words
+
+    _load(device, [compile_write_words(capability)], kernel_cases.write_words())
 
 
 def _load(device: torch.device, kernels: Sequence[CompiledKernel], trial: Trial) -> None:

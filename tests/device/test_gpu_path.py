@@ -16,6 +16,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import fake_cuda
 import fastddp
 from fastddp import _C
+from fastddp.kernel_loading import kernel_cases
 from fastddp.kernel_loading.launching import load_kernels
 from hooks_by_name import register
 from on_device import DEVICE, ORDERS, VIEWS, Case, batch
@@ -266,6 +267,33 @@ def test_tables_go_up_only_when_something_has_changed(rank: int) -> None:
         kernels.unpack([first, second], list(wire.view(2, 2, 2)))
         assert (kernels.uploads, memory.tolist()) == (7, [8, 12, 10, 14, 0, 0, 0, 0])
     assert kernels.launches == 9
+
+
+@on_ranks(1, pool="simulated_ranks")
+def test_tables_that_come_back_within_eight_calls_stay_on_the_device(rank: int) -> None:
+    memory, wire = torch.arange(10.0).to(DEVICE), torch.zeros(1, device=DEVICE)
+    load_kernels([(memory.device, torch.float32, torch.float32)])
+    kernels = _C.Kernels(memory.device)
+    for number, places in enumerate([range(8), range(8), [8], range(1, 8), [0]]):
+        for place in places:
+            kernels.pack([memory[place : place + 1]], [wire])
+            assert wire.item() == place
+        assert kernels.uploads == 1 + [8, 8, 9, 9, 10][number]  # that of chunks, and those of addresses
+
+
+@on_ranks(1, pool="simulated_ranks")
+def test_a_kernel_writes_small_tables_and_large_ones_are_copied(rank: int) -> None:
+    count = kernel_cases.WORDS // 2  # gradients, of two words each; a chunk has four
+    values, wire = torch.arange(count + 1.0).to(DEVICE), torch.zeros(count + 1, device=DEVICE)
+    load_kernels([(values.device, torch.float32, torch.float32)])
+    for gradients, copies in ((count // 2, 0), (count, 1), (count + 1, 2)):
+        kernels = _C.Kernels(values.device)
+        fake_cuda.synchronize()
+        fake_cuda.reset_records()
+        kernels.pack(list(values[:gradients].split(1)), list(wire[:gradients].split(1)), 2.0)
+        assert torch.equal(wire[:gradients].cpu(), 2 * values[:gradients].cpu())
+        ran = Counter(fake_cuda.history())
+        assert (ran["upload"], ran["fastddp_write_words"]) == (copies, 2 - copies)
 
 
 def train_on_two_devices(rank: int, devices: list[str]) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -111,11 +112,34 @@ def test_tables_of_a_graph_are_its_own(rank: int) -> None:
         gradients, wires = values.split(3), [torch.zeros(3000, device=DEVICE) for _ in range(2)]
         with captured() as replays:  # the tables of so many gradients need pinned memory that nobody has asked for yet
             kernels.pack(gradients, list(wires[0].split(3)), 0.5)
-        kernels.pack(gradients, list(wires[1].split(3)), 2.0)  # before the graph has filled its tables
+        kernels.pack(gradients, list(wires[1].split(3)), 2.0)
         assert not wires[0].any()
         assert torch.equal(wires[1].cpu(), 2 * values.cpu())
+        fake_cuda.reset_records()
         replays[0]()
         assert torch.equal(wires[0].cpu(), values.cpu() / 2)
+        assert "upload" not in fake_cuda.history()
+
+
+@pytest.mark.tier("slow", but_one_in=4)
+@pytest.mark.parametrize("case", [Case(), Case(options=VIEW), Case("int8"), Case("PowerSGD")], ids=str)
+@on_ranks(2, pool="simulated_ranks")
+def test_a_replay_sends_no_table(rank: int, case: Case) -> None:
+    with torch.Stream(device=DEVICE):
+        model = case.wrapped(rank, DEVICE)
+        static = batch(rank, 0).to(DEVICE)
+        for _ in range(WARMUP):
+            model.zero_grad()
+            case.backward(model, static)
+        model.zero_grad()
+        with captured() as replays:
+            case.backward(model, static)
+        fake_cuda.reset_records()
+        replays[0]()
+        torch.accelerator.synchronize()
+    ran = Counter(fake_cuda.history())
+    assert any(name.startswith("fastddp_") for name in ran)
+    assert (ran["upload"], ran["fastddp_write_words"]) == (0, 0)
 
 
 @on_ranks(2, pool="simulated_ranks")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases_interpreted import Block8, LowRank, Pack, Sums, deciding, undecided
+from cases_interpreted import Block8, LowRank, Pack, Sums, Tables, deciding, undecided
 from fastddp.kernel_loading import codec_cases, kernel_cases
 from fastddp.kernel_loading.trials import Trial
 from interpreting import interpreter  # noqa: F401  a fixture of this module
@@ -73,6 +73,7 @@ NEVER_ASKED = (
         (lambda: of(LowRank, codec_cases.orthogonalise(32)), ["orthogonalise_kernels"]),
         (of_block8, ["block8_kernels", "block8_numbers"]),
         (lambda: of(Sums, kernel_cases.sum_shards(FP16)), ["sum_shards_kernels"]),
+        (lambda: of(Tables, kernel_cases.write_words()), ["device_table_kernels"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -90,8 +91,8 @@ class WrongSums(Sums):
     def __init__(self, beside: bool) -> None:
         self.beside = beside
 
-    def sum_shards(self, shards: Tensor, target: Tensor) -> None:
-        super().sum_shards(shards, target)
+    def __call__(self, shards: Tensor, target: Tensor) -> None:
+        super().__call__(shards, target)
         target.view(torch.int16).as_strided([target.numel() + 1], [1])[-1 if self.beside else 0] ^= 1
 
 
@@ -114,12 +115,14 @@ def test_a_trial_notices_what_is_wrong(trial: Trial, make: Callable[[], Any], fo
 
 
 def test_the_numbers_around_which_cases_are_made_are_those_of_the_kernels() -> None:
-    from fastddp.kernels import block8_kernels, low_rank_kernels, orthogonalise_kernels, pack_kernels
+    from fastddp.kernels import block8_kernels, device_table_kernels, low_rank_kernels, orthogonalise_kernels
+    from fastddp.kernels import pack_kernels
     from fastddp.kernels import sum_shards_kernels as sums
 
     chunks = (pack_kernels.CHUNK_ELEMENTS, block8_kernels.ELEMENTS, sums.ELEMENTS, orthogonalise_kernels.TILE)
     assert set(chunks) == {kernel_cases.CHUNK}
     assert pack_kernels.ACCESS_BYTES == kernel_cases.ACCESS
+    assert device_table_kernels.WORDS == kernel_cases.WORDS
     steps = (pack_kernels._STRIDED_STEP, sums._SCALAR_STEP, pack_kernels._SCALAR_STEP)
     assert tuple(step.value for step in steps) == kernel_cases.STEPS[:-1]
     assert low_rank_kernels.STEP == codec_cases.STEP

@@ -109,7 +109,7 @@ void Simulator::wait_for_all(const std::vector<OpPtr>& ops, const std::string& w
 }
 
 void Simulator::check_wait(const std::string& what) const {
-  TORCH_CHECK(captures == 0, "cudaErrorStreamCaptureUnsupported: the host waits for ", what, " during a capture");
+  check_no_capture(("the host waits for " + what).c_str());
   TORCH_CHECK(!waits_forbidden, "the host waits for the device (", what, ") where it must not");
 }
 

@@ -68,10 +68,10 @@ enum class Policy {
 // Since the last reset.
 struct Records {
   std::vector<std::string> waits;     // of the host: what for
-  std::vector<std::string> launches;  // through the driver: names of kernels
+  std::vector<std::string> launches;  // through the driver: names of kernels, but for what writes tables
   std::vector<std::string> history;   // names of all that ran, in this order
   size_t collectives = 0;             // that ran
-  size_t uploads = 0;                 // copies from the host to the device
+  size_t uploads = 0;                 // copies from the host to the device, and tables that a kernel writes
 };
 
 // Note [Random orders]

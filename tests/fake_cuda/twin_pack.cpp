@@ -1,4 +1,5 @@
-// pack, unpack, measure and sum_shards: kernels/pack_kernels.py and sum_shards_kernels.py, computed by fastddp's kernels for
+// pack, unpack, measure, sum_shards and write_words: kernels/pack_kernels.py, sum_shards_kernels.py and
+// device_table_kernels.py, computed by fastddp's kernels for
 // the CPU.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -131,6 +132,13 @@ void sum_shards(const Launch& launch, int64_t program, c10::ScalarType dtype) {
 }  // namespace
 
 std::optional<Twin> pack_twin(const std::string& kernel) {
+  if (kernel == "fastddp_write_words") {
+    constexpr size_t words = 256;
+    return Twin{1 + words, [](const Launch& launch, int64_t) {
+                  launch.check(launch.pointer<char>(0), words * sizeof(int64_t));
+                  std::copy_n(launch.values.begin() + 1, words, launch.pointer<uint64_t>(0));
+                }};
+  }
   static const std::regex moves("fastddp_(pack|pack_measuring|unpack)_([a-z0-9]+)_to_([a-z0-9]+)");
   static const std::regex others("fastddp_(measure|measure_gradients|sum_shards)_(fp32|fp16|bf16|fp64)");
   std::smatch match;

@@ -27,7 +27,7 @@ import pack_interpreted
 from interpreting import interpreted_copies
 
 CHUNK = pack_interpreted.kernels.CHUNK_ELEMENTS
-(sums,) = interpreted_copies("sum_shards_kernels")
+sums, tables = interpreted_copies("sum_shards_kernels", "device_table_kernels")
 
 
 class _Launched:
@@ -77,10 +77,15 @@ class Block8(_Launched):
 
 
 class Sums(_Launched):
-    def sum_shards(self, shards: Tensor, target: Tensor) -> None:
+    def __call__(self, shards: Tensor, target: Tensor) -> None:
         ranks, elements = shards.shape
         programs = -(-elements // sums.ELEMENTS)
         sums.sum_shards_kernel[(programs,)](shards, ranks, elements, target, **sums.dtype_constants(shards.dtype))
+
+
+class Tables(_Launched):
+    def __call__(self, words: tuple[int, ...], target: Tensor) -> None:
+        tables.write_words_kernel[(1,)](target, words)
 
 
 # ------------------------------------------------------------------------------------------------- what was decided

@@ -55,6 +55,8 @@ def _given_up(device: torch.device) -> list[str]:
 
 def _pack(device: torch.device) -> Iterator[Trial]:
     launching.load_kernels(((device, gradient, wire) for gradient, wire in PAIRS), corruption=True)
+    if launching.capability_of(device) is not None:
+        yield kernel_cases.write_words()
     for gradient, wire in PAIRS:
         yield kernel_cases.pack(gradient, wire)
         yield kernel_cases.pack_measuring(gradient, wire)
