@@ -155,7 +155,7 @@ class Block8Codec : public Codec {
 
   void undo(const at::Tensor& only_if) override {
     for (const auto& [kernels, errors] : coded_) {
-      if (errors.have_changed) undo_errors(errors.now, errors.before, only_if, is_captured_);
+      if (errors.have_changed) undo_change(errors.now, errors.before, only_if, is_captured_);
     }
     if (!only_if.defined()) keep();
   }

@@ -14,7 +14,7 @@ namespace fastddp {
 // Errors have two buffers. The first encode of a step reads the errors from one and writes what it leaves out to the other, so
 // nothing is copied, and undo() has only to let the two change places again. All tensors that share a buffer's storage, such as
 // those of a state in Python, follow it. A captured graph is replayed on the addresses of its capture. So a codec of which a step
-// was captured copies errors from then on, and its buffers stay where they are.
+// was captured copies errors from then on, and its buffers stay where they are. PowerSGD's Q is kept alike.
 
 // The storages of `a` and `b` exchange their memory. False, and nothing happens: they are not the whole of two equal storages.
 inline bool change_places(const at::Tensor& a, const at::Tensor& b) {
@@ -35,9 +35,9 @@ inline void bring_back(const at::Tensor& memory, const at::Tensor& kept, const a
   memory.copy_(only_if.defined() ? at::where(only_if.to(memory.device()).ne(0), kept, memory) : kept);
 }
 
-// errors = kept, in either way. `is_captured`: a step was captured.
-inline void undo_errors(const at::Tensor& errors, const at::Tensor& kept, const at::Tensor& only_if, bool is_captured) {
-  if (only_if.defined() || is_captured || !change_places(errors, kept)) bring_back(errors, kept, only_if);
+// now = kept, in either way. `is_captured`: a step was captured.
+inline void undo_change(const at::Tensor& now, const at::Tensor& kept, const at::Tensor& only_if, bool is_captured) {
+  if (only_if.defined() || is_captured || !change_places(now, kept)) bring_back(now, kept, only_if);
 }
 
 }  // namespace fastddp

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
+#include <tuple>
 #include <utility>
 
 #include "bucket/gradient_memory.h"
@@ -21,7 +23,7 @@ namespace {
 // Note [Factors in the message]
 // P and Q travel in the wire's dtype. Where that is the dtype in which they are computed, P is computed in the message itself,
 // and stays there: ranks add it up in place, and it is used from there until the window ends. Q is computed in the message too,
-// and then copied out, because it is also the next window's.
+// and then copied out, because it is also the next window's: together with what is not compressed, if that has the same dtype.
 // Otherwise both have memory of their own, and are packed and unpacked.
 
 // The gradient of a span; batched: of a bucket.
@@ -126,11 +128,17 @@ class LowRankBucket {
     if (!in_message_) q_kernels_->pack(slots, scale);
   }
 
-  void receive_rest(const Spans& spans, Wires wires, Seen& seen) {
+  void receive(const Spans& spans, Wires wires, Seen& seen) {
+    const bool together = in_message_ && wire_ == spans.dtype;
+    auto slots = factors(1, wires);
+    std::vector<Slot> rest;
+    for (const auto& span : rest_) {
+      (together ? slots : rest).push_back({spans.all[span.number].gradient, places(0, wires)[place_of_[span.number]]});
+    }
+    q_kernels_->unpack(slots, false);
     if (rest_.empty()) return;
-    std::vector<Slot> slots;
-    for (const auto& span : rest_) slots.push_back({spans.all[span.number].gradient, places(0, wires)[place_of_[span.number]]});
-    unpack(slots, rest_of(wires[0].sum()), seen);
+    const auto values = rest_of(wires[0].sum());
+    together ? seen.unread.push_back(values) : unpack(rest, values, seen);
   }
 
   void receive_q(Wires wires) { q_kernels_->unpack(factors(1, wires), false); }
@@ -149,14 +157,12 @@ class LowRankBucket {
     rows.write_back();
   }
 
-  // For the next window.
-  void prepare_q(uint64_t seed) {
-    std::vector<Basis> bases;
+  // What the next window begins with has to be made orthonormal.
+  void add_bases(std::vector<Basis>& bases) const {
     for (const auto& matrix : matrices_) {
       if (!options_.warm_start) matrix.now.q.zero_();  // so every vector is drawn anew
       bases.push_back({matrix.now.q.t(), matrix.number});
     }
-    low_rank_->orthogonalise(bases, options_.epsilon, seed);
   }
 
   // Tensors that live as long as this object.
@@ -175,15 +181,12 @@ class LowRankBucket {
     for (auto& matrix : matrices_) matrix.has_kept_error = false;
   }
 
-  // The window is about to change Q. Copies it, if this step has not changed it before.
+  // The window is about to write all of Q: note [Errors change places], kept.h.
   void keep_q() {
-    if (matrices_.empty() || std::exchange(has_kept_q_, true)) return;
-    std::vector<at::Tensor> kept, now;
+    if (std::exchange(has_kept_q_, true)) return;
     for (const auto& matrix : matrices_) {
-      kept.push_back(matrix.kept.q);
-      now.push_back(matrix.now.q);
+      if (is_captured_ || !change_places(matrix.now.q, matrix.kept.q)) matrix.kept.q.copy_(matrix.now.q);
     }
-    at::_foreach_copy_(kept, now);
   }
 
   // The results for `which` will be dropped: their errors are what they were before this window.
@@ -199,8 +202,8 @@ class LowRankBucket {
 
   void undo(const at::Tensor& only_if) {
     for (const auto& matrix : matrices_) {
-      if (has_kept_q_) bring_back(matrix.now.q, matrix.kept.q, only_if);
-      if (matrix.has_kept_error) undo_errors(matrix.now.error, matrix.kept.error, only_if, is_captured_);
+      if (has_kept_q_) undo_change(matrix.now.q, matrix.kept.q, only_if, is_captured_);
+      if (matrix.has_kept_error) undo_change(matrix.now.error, matrix.kept.error, only_if, is_captured_);
     }
     if (!only_if.defined()) step_begins();
   }
@@ -348,11 +351,15 @@ class LowRank : public Codec {
 
   std::vector<std::vector<Leg>> plan(std::vector<Spans>& buckets, int64_t) override {
     buckets_.clear();
+    std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, bool>, std::vector<size_t>> alike;
     std::vector<std::vector<Leg>> legs;
     for (auto& spans : buckets) {
       spans.place(1, 1);
+      alike[{spans.device.type(), spans.device.index(), spans.dtype == at::kDouble}].push_back(buckets_.size());
       legs.push_back(buckets_.emplace_back(spans, options_, memory_).legs());
     }
+    alike_.clear();
+    for (auto& [key, all] : alike) alike_.emplace_back(make_low_rank_kernels(buckets[all.front()].device), std::move(all));
     return legs;
   }
 
@@ -364,10 +371,9 @@ class LowRank : public Codec {
   Seen decode(const Spans& spans, Wires wires, bool) override {
     auto& bucket = buckets_[spans.bucket];
     Seen seen;
-    bucket.receive_rest(spans, wires, seen);
-    bucket.receive_q(wires);
+    bucket.receive(spans, wires, seen);
     bucket.reconstruct(spans, wires, seen);
-    bucket.prepare_q(next_seed(spans.bucket));
+    end_window(spans.bucket);
     for (const auto& tensor : bucket.used_by_the_side_stream()) keep_for_current_stream(tensor);
     return seen;
   }
@@ -381,7 +387,7 @@ class LowRank : public Codec {
   void recover(size_t bucket, Wires wires) override {
     buckets_[bucket].keep_q();
     buckets_[bucket].receive_q(wires);
-    buckets_[bucket].prepare_q(next_seed(bucket));
+    end_window(bucket);
   }
 
   void keep() override {
@@ -393,16 +399,23 @@ class LowRank : public Codec {
   }
 
  private:
-  // Each window has its own seed, the same on all ranks.
-  uint64_t next_seed(size_t bucket) {
-    if (bucket == 0) ++window_;
-    return options_.seed * 1000003 + window_;
+  // Makes all buckets' Q ready for the next window, since a call is three launches however many bases it has. The seed is the
+  // same on all ranks.
+  void end_window(size_t bucket) {
+    if (bucket + 1 < buckets_.size()) return;
+    const auto seed = options_.seed * 1000003 + ++window_;
+    for (auto& [kernels, buckets] : alike_) {
+      std::vector<Basis> bases;
+      for (const auto each : buckets) buckets_[each].add_bases(bases);
+      kernels->orthogonalise(bases, options_.epsilon, seed);
+    }
   }
 
   const LowRankOptions options_;
   const LowRankMemory memory_;
   std::vector<LowRankBucket> buckets_;
-  uint64_t window_;  // counts ended windows; a window counts when its first bucket has ended
+  std::vector<std::pair<std::unique_ptr<LowRankKernels>, std::vector<size_t>>> alike_;  // buckets of a device and dtype
+  uint64_t window_;  // counts ended windows; a window counts when its last bucket has ended
 };
 
 }  // namespace

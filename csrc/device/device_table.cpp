@@ -18,23 +18,27 @@ namespace fastddp {
 
 namespace {
 
-// In fresh memory, so that no kernel that still runs sees its table change; in the order of the current stream.
-at::Tensor sent(const Words& words, Launcher& launcher) {
+// In the order of the current stream. `memory`: earlier tables' that only this stream has used; taken if it is large enough.
+at::Tensor sent(const Words& words, Launcher& launcher, const at::Tensor& memory = {}) {
   const auto count = static_cast<int64_t>(words.size());
   const auto options = at::TensorOptions().dtype(at::kLong);
+  const auto take = [&](int64_t most) {
+    if (memory.defined() && memory.numel() >= most) return memory;
+    return at::empty({most}, options.device(launcher.device()));
+  };
   launcher.note_upload();
   const auto* kernel = launcher.find("fastddp_write_words");
   at::Tensor table;
   const bool fits = kernel != nullptr && count <= kernel->tile.at(0);
   const bool is_done = fits && launched({kernel}, [&] {
-                         table = at::empty({kernel->tile.at(0)}, options.device(launcher.device()));
+                         table = take(kernel->tile.at(0));
                          launcher.write(*kernel, table, words);
                        });
-  if (is_done) return table.narrow(0, 0, count);
+  if (is_done) return table;
   const auto on_host = at::empty({count}, options.pinned_memory(true));
   std::memcpy(on_host.data_ptr(), words.data(), words.size() * sizeof(int64_t));
-  table = at::empty({count}, options.device(launcher.device()));
-  table.copy_(on_host, /*non_blocking=*/true);
+  table = take(count);
+  table.narrow(0, 0, count).copy_(on_host, /*non_blocking=*/true);
   return table;
 }
 
@@ -65,29 +69,38 @@ const at::Tensor& kept_for_graphs(const Words& words, Launcher& launcher) {
   if (known != kept->end()) return known->second;
   const auto stream = outside_of_captures(device);
   const c10::StreamGuard outside(stream);
-  const auto table = sent(words, launcher);
+  const auto table = sent(words, launcher).narrow(0, 0, std::ssize(words));
   stream.synchronize();
   return kept->emplace(key, table).first->second;
 }
 
 }  // namespace
 
+// Note [Tables keep their memory]
+// An allocator gives a table's memory from where small gradients get theirs. If each new table were allocated in the middle of
+// backward and an old one freed, these gradients would get other addresses in the next step, for which a new table would be sent:
+// for ever. So the table that is forgotten leaves its memory to the new one. It is written in the order of the stream that has
+// read it; under another stream the new table has memory of its own.
 const at::Tensor& DeviceTable::refresh(Words key, const std::function<Words()>& words) {
   const auto device = launcher_.device();
   if (is_capturing(device)) {
     const auto allowed = relaxed_capture(device);
     return of_capture_ = kept_for_graphs(words ? words() : key, launcher_);
   }
+  const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   auto found = std::ranges::find(sent_, key, &Sent::key);
   if (found == sent_.end()) {
-    const auto table = sent(words ? words() : key, launcher_);
-    if (sent_.size() == kRemembered) sent_.pop_back();
-    found = sent_.insert(sent_.end(), {std::move(key), table});
+    Sent oldest;
+    if (sent_.size() == kRemembered) oldest = std::move(sent_.back()), sent_.pop_back();
+    const auto table = words ? words() : key;
+    const auto memory = sent(table, launcher_, oldest.stream == stream ? oldest.memory : at::Tensor());
+    found = sent_.insert(sent_.end(), {std::move(key), memory, memory.narrow(0, 0, std::ssize(table)), stream});
   }
   std::rotate(sent_.begin(), found, found + 1);
-  // The table may have been made in an earlier window, on another stream.
-  keep_for_current_stream(sent_.front().on_device);
-  return sent_.front().on_device;
+  auto& front = sent_.front();
+  if (front.stream != stream) front.stream.reset();
+  keep_for_current_stream(front.on_device);
+  return front.on_device;
 }
 
 }  // namespace fastddp

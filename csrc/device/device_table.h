@@ -3,8 +3,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <functional>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -27,7 +29,9 @@ class DeviceTable {
   Launcher& launcher_;
   struct Sent {
     Words key;
-    at::Tensor on_device;
+    at::Tensor memory;
+    at::Tensor on_device;               // the part of it that is the table
+    std::optional<c10::Stream> stream;  // the one that has used it; none: several
   };
   static constexpr size_t kRemembered = 8;
   std::vector<Sent> sent_;  // the last one first

@@ -38,7 +38,7 @@ class Kernels : public CallsKernels {
     measure_with_operators(slots, sums);
   }
 
-  // gradient = cast(view) for every slot whose gradient is defined. With `measuring` it returns what measure() would return for
+  // gradient = cast(view) for every slot whose gradient is defined. Views may lie in several wires. With `measuring` it returns what measure() would return for
   // the values that it moves, if it can see them on the way; else an undefined tensor.
   virtual at::Tensor unpack(const std::vector<Slot>& slots, bool measuring) = 0;
 

@@ -41,6 +41,9 @@ def once_a_group(
     return made_for
 
 
+NCCL = ("nccl", "nccl2")
+"""Names of backends that call NCCL."""
+
 _parts: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -73,32 +76,33 @@ def make_group(
     timeout = None if options is None else options._timeout
     nccl_options = _nccl_options(parent, device, options, symmetric)
     description = f"fastddp {what}"
-    if _splits(parent, device):
-        split = [list(ranks) for ranks in parts]
-        with telling_who_has_ended(parent, of_backend=True):
-            group = dist.split_group(parent, split, timeout=timeout, pg_options=nccl_options, group_desc=description)
-        assert group is not None  # this rank is in a part
-        return _note(parent, group)
-    everywhere = dist.get_process_group_ranks(parent)
-    (mine,) = [ranks for ranks in parts if parent.rank() in ranks]
     with telling_who_has_ended(parent, of_backend=True):
-        group = dist.new_group(
-            [everywhere[rank] for rank in mine],
-            timeout=timeout,
-            backend=backend_of(parent, device),
-            pg_options=nccl_options,
-            use_local_synchronization=True,
-            group_desc=description,
-        )
-    return _note(parent, group)
+        if _splits(parent, device):
+            split = [list(ranks) for ranks in parts]
+            group = dist.split_group(parent, split, timeout=timeout, pg_options=nccl_options, group_desc=description)
+        else:
+            everywhere = dist.get_process_group_ranks(parent)
+            (mine,) = [ranks for ranks in parts if parent.rank() in ranks]
+            group = dist.new_group(
+                [everywhere[rank] for rank in mine],
+                timeout=timeout,
+                backend=backend_of(parent, device),
+                pg_options=nccl_options,
+                use_local_synchronization=True,
+                group_desc=description,
+            )
+    assert group is not None  # this rank is in a part
+    _note(parent, group)
+    if nccl_options is not None:  # NCCL connects ranks when they first send, and would do so in the middle of a backward
+        greatest([0], group, device)
+    return group
 
 
-def _note(parent: dist.ProcessGroup, part: dist.ProcessGroup) -> dist.ProcessGroup:
+def _note(parent: dist.ProcessGroup, part: dist.ProcessGroup) -> None:
     if parent not in _parts:
         _parts[parent] = []
         weakref.finalize(parent, _bury, _parts[parent]).atexit = False
     _parts[parent].append(part)
-    return part
 
 
 def _bury(parts: list[dist.ProcessGroup]) -> None:
@@ -177,7 +181,7 @@ def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 def _nccl_options(parent: dist.ProcessGroup, device: torch.device, options: Any, symmetric: bool) -> Any:
     carrier = backend_of(parent, device)
-    if carrier != dist.Backend.NCCL:
+    if carrier not in NCCL:
         if symmetric:
             raise ValueError(
                 f'wire_memory="symmetric" takes a process group over NCCL, and {carrier} carries tensors on {device} '

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fastddp.ranks.backends import backend_of
-from fastddp.ranks.groups import make_group, once_a_group, ranks_name_groups_alike
+from fastddp.ranks.groups import NCCL, make_group, once_a_group, ranks_name_groups_alike
 
 _LANES = 2
 _ENOUGH_BYTES = 50 * 2**20
@@ -45,7 +45,7 @@ def lanes_for(
     kept for as long as torch keeps ``process_group``. A collective: all its ranks call this together.
     """
     carrier = backend_of(process_group, device)
-    can_be_several = carrier == dist.Backend.GLOO or (measured and carrier == dist.Backend.NCCL)
+    can_be_several = carrier == dist.Backend.GLOO or (measured and carrier in NCCL)
     if not can_be_several or process_group.size() == 1:
         return [process_group]
     return [process_group, *_more_lanes(process_group, device)]

@@ -69,10 +69,16 @@ def _is_offered(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _in_a_window(group: dist.ProcessGroup, backend: Any, size: int, device: torch.device) -> Tensor:
-    """Memory in a symmetric window. A window covers memory that is in the pool already, so it is allocated first."""
+    """Memory in a symmetric window. A window covers memory that is in the pool already, so it is allocated first.
+
+    Each call makes a window on each rank, since making one is a collective. In a pool that has memory already, ranks on
+    which somebody still holds some would make another window, and ranks on which it is free would not.
+    """
     try:
         with torch.cuda.device(device):
-            pool = _pool_of(group, backend)
+            pools = _pools_of(group)
+            pools[:] = filter(_is_held, pools)
+            pools.append(pool := torch.cuda.MemPool(backend.mem_allocator))
             with torch.cuda.use_mem_pool(pool, device):
                 memory = torch.empty(size, dtype=torch.uint8, device=device)
         backend.register_mem_pool(pool, True)
@@ -86,5 +92,9 @@ def _in_a_window(group: dist.ProcessGroup, backend: Any, size: int, device: torc
 
 
 @once_a_group
-def _pool_of(_: dist.ProcessGroup, backend: Any) -> Any:
-    return torch.cuda.MemPool(backend.mem_allocator)
+def _pools_of(_: dist.ProcessGroup) -> list[Any]:
+    return []
+
+
+def _is_held(pool: Any) -> bool:
+    return any(block["state"] != "inactive" for segment in pool.snapshot() for block in segment["blocks"])

@@ -103,6 +103,7 @@ def test_training_is_that_on_the_cpu(
 
 
 BUCKETS = 2
+ORTHOGONALISE = ["gram", "orthonormalise", "reorthonormalise"]
 # Of a bucket in a steady step.
 LAUNCHES: dict[str, list[str]] = {
     "none": ["pack", "unpack"],
@@ -113,12 +114,13 @@ LAUNCHES: dict[str, list[str]] = {
     "python, elsewhere": ["pack", "unpack"],
     "PowerSGD": [
         *("compress", "project", "sum", "reconstruct"),
-        # What is not compressed, and Q out of the message, in which factors are computed.
-        *("pack", "unpack", "unpack"),
-        *["gram", "orthonormalise", "reorthonormalise"] * 2,  # of P and of the next Q
+        # What is not compressed; on the way back with Q, which leaves the message in which factors are computed.
+        *("pack", "unpack"),
+        *ORTHOGONALISE,  # P
     ],
 }
-NARROW_FACTORS = ["pack", "pack", "unpack"]  # P and Q travel in another dtype than they are computed in
+OF_A_WINDOW = {"PowerSGD": ORTHOGONALISE}  # the next Q of all buckets
+NARROW_FACTORS = ["pack", "pack", "unpack", "unpack"]  # P and Q travel in another dtype than they are computed in
 
 
 def launches_of_a_bucket(case: Case, view: bool, ends: str) -> list[str]:
@@ -164,10 +166,44 @@ def test_a_steady_step_has_these_launches_and_sends_no_table_though_the_device_l
         launches, uploads, waits = fake_cuda.launches(), fake_cuda.uploads(), fake_cuda.host_waits()
         norm, found = model.last_grad_norm(), model.found_inf()
     names = [name.removeprefix("fastddp_").removeprefix("block8_").split("_")[0] for name in launches]
-    assert Counter(names) == Counter(3 * BUCKETS * launches_of_a_bucket(case, view, ends))
+    assert Counter(names) == Counter(3 * (BUCKETS * launches_of_a_bucket(case, view, ends) + OF_A_WINDOW.get(case.hook, [])))
     assert (uploads, waits, bool(found.cpu())) == (0, [], False)
     expected = torch.nn.utils.get_total_norm([parameter.grad.cpu().double() for parameter in model.parameters()])
     torch.testing.assert_close(norm.cpu().double(), expected, rtol=1e-5, atol=0)
+
+
+def costs_of_the_host(ddp: Any, find_unused: bool, uses: int) -> tuple[int, list[str]]:
+    """Collectives of a steady step, and what the host waits for until backward has returned."""
+    fake_cuda.schedule("in_order")
+    layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)]).to(DEVICE)
+    layers.forward = lambda inputs: sum(layer(inputs) for layer in layers[:uses])
+    options = {"watch": fastddp.Watch(stall=None)} if ddp is fastddp.DistributedDataParallel else {}
+    model = ddp(layers, bucket_cap_mb=0.0001, find_unused_parameters=find_unused, **options)
+    for step in range(6):
+        if step == 5:
+            fake_cuda.synchronize()
+            fake_cuda.reset_records()
+        model(torch.ones(2, 8, device=DEVICE)).sum().backward()
+        waits = fake_cuda.host_waits()
+    fake_cuda.synchronize()
+    return fake_cuda.collectives(), waits
+
+
+@pytest.mark.parametrize(
+    ("find_unused", "uses", "ours", "theirs"),
+    [
+        (False, 4, (5, 0), (4, 0)),  # the status is a collective more
+        (True, 4, (5, 1), (5, 0)),  # and says who used what: the host waits, since gradients may come late on any rank
+        (True, 3, (5, 1), (5, 1)),  # torch's DDP has a collective for this, and waits where a rank leaves one out
+    ],
+)
+@on_ranks(2, pool="simulated_ranks")
+def test_what_a_step_costs_the_host_beside_torchs(
+    rank: int, find_unused: bool, uses: int, ours: tuple[int, int], theirs: tuple[int, int]
+) -> None:
+    for ddp, expected in ((fastddp.DistributedDataParallel, ours), (TorchDDP, theirs)):
+        collectives, waits = costs_of_the_host(ddp, find_unused, uses)
+        assert (ddp, collectives, len(waits)) == (ddp, *expected), waits
 
 
 @on_ranks(2, pool="simulated_ranks")

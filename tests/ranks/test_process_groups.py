@@ -148,17 +148,21 @@ class Jobs:
         self.world = SimpleNamespace(bound_device_id=CUDA if binds_a_device else None)
         self.nccl = SimpleNamespace(NCCL_CTA_POLICY_ZERO=2) if zero_cta else SimpleNamespace()
         self.made: list[Made] = []
+        self.groups: list[object] = []
+        self.sent_over: list[object] = []
 
     @contextlib.contextmanager
     def __call__(self, carrier: str = "nccl") -> Iterator[None]:
         def make(how: str, parent: object, ranks: object, options: dict[str, Any]) -> object:
             self.made.append((how, parent, ranks, options))
-            return object()
+            self.groups.append(object())
+            return self.groups[-1]
 
         with (
             mock.patch.object(dist, "split_group", lambda parent, parts, **given: make("split", parent, parts, given)),
             mock.patch.object(dist, "new_group", lambda ranks, **given: make("new", None, ranks, given)),
-            mock.patch.object(groups, "_note", lambda parent, part: part),
+            mock.patch.object(groups, "_note", lambda parent, part: None),
+            mock.patch.object(groups, "greatest", lambda values, group, device: self.sent_over.append(group)),
             mock.patch.object(dist, "get_process_group_ranks", return_value=MODEL),
             mock.patch.object(dist, "ProcessGroupNCCL", self.nccl, create=True),
             mock.patch.object(dist.distributed_c10d, "_get_default_group", return_value=self.world),
@@ -212,6 +216,7 @@ def test_where_a_device_is_bound_all_split_the_models_communicator_and_elsewhere
             assert options.config.max_ctas == 16
             assert options.config.cta_policy == (2 if what == "symmetric" else 0)
         assert not job.options.is_high_priority_stream  # the model's own are as they were
+        assert job.sent_over == job.groups  # so that NCCL connects ranks here, and not in a backward
 
 
 def test_what_lacks_for_the_zero_cta_policy_is_said() -> None:
@@ -223,23 +228,38 @@ def test_what_lacks_for_the_zero_cta_policy_is_said() -> None:
     assert not job.made
 
 
-def test_a_window_is_made_of_what_is_in_the_pool_and_a_later_one_in_the_same_pool() -> None:
+class Pool:
+    """As torch.cuda.MemPool, of which a test says whether its memory is held."""
+
+    def __init__(self, allocator: object) -> None:
+        self.allocator, self.state = allocator, "active_allocated"
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        return [{"blocks": [{"state": self.state}]}]
+
+
+def test_each_window_is_a_pool_of_its_own_and_pools_that_nobody_holds_go() -> None:
     """As torch has it from 2.11 on: what the backend's allocator gave is registered afterwards, by all ranks."""
     done = mock.MagicMock()
     group: Any = mock.Mock(spec=dist.ProcessGroup)
     device = torch.device("cpu")
     with (
-        mock.patch.object(torch.cuda, "MemPool", done.pool),
+        mock.patch.object(torch.cuda, "MemPool", Pool),
         mock.patch.object(torch.cuda, "use_mem_pool", done.use),
         mock.patch.object(torch.cuda, "device", contextlib.nullcontext),
         mock.patch.object(dist.distributed_c10d, "_world", SimpleNamespace(pg_map={group: None})),
     ):
-        slabs = [wire_memory._in_a_window(group, done.backend, 512, device) for _ in range(2)]
-        assert [slab.nbytes for slab in slabs] == [512, 512]
-        pool = done.pool.return_value
-        used, registered = mock.call.use(pool, device), mock.call.backend.register_mem_pool(pool, True)
-        window = [used, used.__enter__(), used.__exit__(None, None, None), registered]
-        assert done.mock_calls == [mock.call.pool(done.backend.mem_allocator), *window, *window]
+        pools: list[Any] = []
+        for state in ("active_allocated", "inactive", "active_pending_free"):
+            done.reset_mock()
+            assert wire_memory._in_a_window(group, done.backend, 512, device).nbytes == 512
+            pools.append(wire_memory._pools_of(group)[-1])
+            used, registered = mock.call.use(pools[-1], device), mock.call.backend.register_mem_pool(pools[-1], True)
+            assert done.mock_calls == [used, used.__enter__(), used.__exit__(None, None, None), registered]
+            assert pools[-1].allocator is done.backend.mem_allocator
+            pools[-1].state = state
+        assert len(set(pools)) == 3  # a window a call, whatever is held on this rank
+        assert wire_memory._pools_of(group) == [pools[0], pools[2]]
         done.backend.register_mem_pool.side_effect = RuntimeError("NCCL 2.26 has no windows")
         with pytest.raises(RuntimeError, match=r"512 bytes on cpu: NCCL 2.26 has no windows.*Leave wire_memory"):
             wire_memory._in_a_window(group, done.backend, 512, device)
