@@ -19,7 +19,7 @@ from bench.gpu import results
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "gpu.md"
 PLACE = re.compile(r"(<!-- python -m bench.gpu.pages --write: (\w+) -->\n).*?(<!-- so far -->\n)", re.DOTALL)
-TODAY = "be8eb7d"  # the first commit of the driver that there is today
+TODAY = "2026-11-27T13"  # from when on runs are of the driver that there is today
 NO_LONGER = {("11-26 second", "project")}  # a kernel that another took the place of before the run that came next
 
 TORCH, AGAIN, FASTDDP = "torch", "torch-again", ("fastddp", "fastddp-view")
@@ -40,19 +40,17 @@ COMPRESSED = ("", "+bf16", "+fp16", "+powersgd4", "+powersgd1", "+int8", "+fp8")
 
 
 def read() -> list[harness.Row]:
-    """All rows, each with its `run` and the `commit` of its section. Ratios are those of pairs within a round."""
+    """All rows, each with its `run`, and whether it had `today`'s driver. Ratios are of pairs within a round."""
     rows: list[harness.Row] = []
-    files = (ROOT / "bench/results/gpu").glob("*/gpu.json")
-    for path in sorted(files, key=lambda path: str(results.read(path)[0]["date"])):
-        run = path.parent.name[5:].replace("-h200-", " ")
-        commit = ""
-        for row in results.read(path):
-            commit = row.get("commit", commit)
-            rows.append(row | {"run": run, "commit": commit})
-        for row in results.read(path.with_name("two_ranks.json")):
-            paired = {name: row[f"paired_{name}"] for name in ("ratio_to_torch", "ratio_to_best_torch")}
-            rows.append(row | paired | {"run": run, "section": GLOO, "kind": GLOO})
-    return rows
+    for path in (ROOT / "bench/results/gpu").glob("*/gpu.json"):
+        own, two = results.read(path), results.read(path.with_name("two_ranks.json"))
+        for row in two:
+            row |= {name: row[f"paired_{name}"] for name in ("ratio_to_torch", "ratio_to_best_torch")}
+            row |= {"section": GLOO, "kind": GLOO}
+        date = str(own[0]["date"])
+        common = {"run": path.parent.name[5:].replace("-h200-", " "), "date": date, "today": date >= TODAY}
+        rows += [row | common for row in (*own, *two)]
+    return sorted(rows, key=lambda row: str(row["date"]))
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
@@ -77,7 +75,7 @@ def table(*rows: Sequence[str]) -> Iterator[str]:
 class Group:
     """The rows of one run that took their steps in turns, by contestant."""
 
-    commit: str
+    today: bool
     by_name: dict[str, harness.Row]
 
     def ratio(self, name: str, other: str) -> float:
@@ -97,8 +95,7 @@ def groups(rows: Sequence[harness.Row], kind: str, case: str) -> list[Group]:
     """One a run."""
     mine = [row for row in rows if (row["kind"], row.get("case")) == (kind, case)]
     return [
-        Group(own[0]["commit"], {row["contestant"]: row for row in own})
-        for own in harness.grouped(mine, "run").values()
+        Group(own[0]["today"], {row["contestant"]: row for row in own}) for own in harness.grouped(mine, "run").values()
     ]
 
 
@@ -130,7 +127,7 @@ def compared(rows: Sequence[harness.Row]) -> Iterator[tuple[str, list[Group], st
 def steps(rows: Sequence[harness.Row]) -> Iterator[str]:
     lines: dict[str, list[list[str]]] = {"ahead": [], "level": [], "behind": []}
     for label, runs, name, default, fastest, noise in compared(rows):
-        today = [ratio for run, ratio in zip(runs, fastest, strict=True) if run.commit.startswith(TODAY)]
+        today = [ratio for run, ratio in zip(runs, fastest, strict=True) if run.today]
         said = verdict(fastest, noise)
         ratios = [run.ratio(name, default) for run in runs], fastest, today, noise
         lines[said].append([said, label, str(len(runs)), *map(spread, ratios)])
@@ -148,7 +145,7 @@ def added(rows: Sequence[harness.Row]) -> Iterator[str]:
         for label, of, column, digits in (
             ("ms of a step", runs, "added_ms", 1),
             ("kernels", runs, "added_launches", 0),
-            ("small copies", runs, "added_memcpys", 0),
+            ("copies", runs, "added_memcpys", 0),
             ("MiB of tensors between steps", runs, "added_steady_mib", 0),
             ("MiB of tensors at most", runs, "added_peak_mib", 0),
             ("host's µs a small gradient", hosts, "added_us_per_gradient", 1),
@@ -218,15 +215,17 @@ def ran(rows: Sequence[harness.Row]) -> Iterator[str]:
             if measured:
                 sections.append(section + " (cut)" * (not whole))
         commit = of[0]["commit"][:7] + ", changed" * bool(of[0]["dirty"])
-        driver = "today's" if of[0]["commit"].startswith(TODAY) else "earlier"
+        driver = "today's" if of[0]["today"] else "earlier"
         body.append([run, commit, driver, ", ".join(sections)])
     yield from table(["run", "commit", "driver", "measured"], *body)
 
 
-def headline(rows: Sequence[harness.Row]) -> tuple[str, str]:
-    """What the README says of GPT-2: of torch's default, and of its fastest setting."""
-    _, runs, name, default, fastest, _ = next(compared(rows))
-    return spread([run.ratio(name, default) for run in runs], 2), spread(fastest, 2)
+def headline(rows: Sequence[harness.Row]) -> Iterator[str]:
+    """What READMEs say of GPT-2, eager and captured: of torch's default, and of its fastest setting."""
+    for label, runs, name, default, fastest, _ in compared(rows):
+        if label in (STEPS[EAGER, "gpt2"], STEPS[GRAPH, "gpt2"]):
+            ratios = [run.ratio(name, default) for run in runs], fastest
+            yield from (spread(some, 2).replace(" to ", "–") for some in ratios)
 
 
 PARTS = {"runs": ran, "steps": steps, "added": added, "hooks": hooks, "packs": packs, "others": others}
