@@ -327,7 +327,8 @@ _ALL = (
     Contestant("replicate-by-method", "default", "replicate", by_method=True, **_SELDOM),
     # The baseline of bench.pays once more, for its noise floor.
     Contestant("fastddp-bf16-again", "default", "fastddp", hook=hook_named("bf16"), **_ONCE, **_SELDOM),
-    # NCCL's registered memory, and its symmetric windows with the zero-CTA policy. For several GPUs: one takes neither.
+    # NCCL's registered memory, and its symmetric windows. For several GPUs: one takes neither. The zero-CTA policy of
+    # windows does nothing for an allreduce, so it takes a hook of 8 bits to see it.
     Contestant("fastddp-registered", "default", "fastddp", {"wire_memory": "registered"}, **_SELDOM),
     Contestant("fastddp-symmetric", "default", "fastddp", {"wire_memory": "symmetric"}, **_SELDOM),
     # For several ranks on each of several nodes: --ranks-per-node.

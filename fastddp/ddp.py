@@ -111,11 +111,11 @@ class DistributedDataParallel(Additions):
             these sums travel as the communication hook says. "node": torchrun says which ranks share a node, or else
             each machine is one. Or a mesh of two dimensions (nodes, ranks of a node) of the ranks to average over. With
             one node, or one rank on each, there is one level.
-        wire_memory: memory for wires over NCCL. "registered": memory that NCCL has registered with the network; a
-            warning where it has none. "symmetric": windows that all GPUs of an NVLink domain see, over a communicator
-            of the model's own with NCCL's zero-CTA policy; an error where torch, NCCL or the GPUs cannot. Neither goes
-            with ``gradient_as_bucket_view``, "main_grad", ``lazy_bucket_allocation`` or ``hierarchy``. None: ordinary
-            memory, unless torch's ``DDP_DISABLE_COMM_MEM`` is 0, which asks for registered memory.
+        wire_memory: memory for wires over NCCL. "registered": memory that NCCL has registered; a warning where it has
+            none. "symmetric": windows that all GPUs of an NVLink domain see, or an error; over a communicator of the
+            model's own, where all-gathers and all-to-alls (8 bits) take no multiprocessors, by NCCL's zero-CTA policy,
+            and allreduces do. Neither goes with ``gradient_as_bucket_view``, "main_grad", ``lazy_bucket_allocation``
+            or ``hierarchy``. None: ordinary memory, unless torch's ``DDP_DISABLE_COMM_MEM`` is 0: registered memory.
 
     Raises:
         RuntimeError: no parameter requires a gradient; a parameter is uninitialised or on the meta device;

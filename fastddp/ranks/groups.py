@@ -63,8 +63,8 @@ def make_group(
     """A process group of this rank's part of ``parent``, with the backend that carries tensors of ``device``.
 
     ``parts`` are numbers of ranks in ``parent``, each in one part. The group has the time-out of ``parent``. Over NCCL
-    it has the options of ``parent``, but its streams have high priority. With ``symmetric`` its collectives take no
-    multiprocessors where NCCL has copy engines for them.
+    it has the options of ``parent``, but its streams have high priority. With ``symmetric`` NCCL's copy engines carry
+    all-gathers and all-to-alls over NVLink, so these take no multiprocessors; an allreduce takes them as before.
 
     A collective: all ranks of ``parent`` call it together, and no others (Note [Groups of some ranks]).
 

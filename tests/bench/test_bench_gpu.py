@@ -17,7 +17,7 @@ from repository import ROOT
 sys.path.append(str(ROOT))
 
 from bench import block8, pack
-from bench.gpu import gradients, results
+from bench.gpu import gradients, pages, results
 from bench.gpu.contestants import GpuStep
 
 sys.path.pop()
@@ -80,3 +80,22 @@ def test_rows_are_in_the_file_as_soon_as_they_are_added(tmp_path: Path) -> None:
     assert rows[1]["median"] == 6.66667e-8
     assert results.wrong(rows) == rows[:1]
     assert list(tmp_path.iterdir()) == [path]
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def test_pages_say_what_all_rows_say() -> None:
+    """After new rows: ``python -m bench.gpu.pages --write``, and the READMEs by hand."""
+    rows = pages.read()
+    text = pages.PAGE.read_text()
+    assert pages.page(text, rows) == text
+    assert {name for _, name, _ in pages.PLACE.findall(text)} == pages.PARTS.keys()
+    for readme in ("README.md", "bench/results/README.md"):
+        assert all(figure in (ROOT / readme).read_text() for figure in pages.headline(rows)), readme
+
+
+def test_ahead_is_in_all_runs_and_beyond_what_torch_differs_from_itself() -> None:
+    assert pages.verdict([0.90, 0.97], [0.98, 1.01]) == "ahead"
+    assert pages.verdict([0.90, 1.01], [1.0]) == pages.verdict([0.97, 0.98], [1.03]) == "level"
+    assert pages.verdict([1.01, 1.02], [1.0, 1.001]) == "behind"
