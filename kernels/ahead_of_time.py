@@ -213,10 +213,10 @@ def compile_write_words(capability: int) -> CompiledKernel:
     Raises:
         RuntimeError: see :func:`_compile`.
     """
-    words = device_table_kernels.WORDS
-    signature = {"target": "*i64", "words": ("i64",) * words}
-    kernel: Any = device_table_kernels.write_words_kernel
-    return _compile(kernel, signature, {}, capability, (words,), device_table_kernels.WARPS)
+    tables = device_table_kernels
+    signature = {"target": "*i64", "count": "i64", "words": ("i64",) * tables.WORDS}
+    kernel: Any = tables.write_words_kernel
+    return _compile(kernel, signature, {}, capability, (tables.WORDS, tables.GROUP), tables.WARPS)
 
 
 def _compile(

@@ -295,9 +295,11 @@ void bind_kernels(py::module_& m) {
       [](const Words& words, const at::Tensor& target, bool trial) {
         Launcher launcher(target.device(), purpose(trial));
         const auto* kernel = launcher.find("fastddp_write_words");
-        if (!launched({kernel}, [&] { launcher.write(*kernel, target, words); })) target.copy_(at::tensor(words));
+        if (launched({kernel}, [&] { launcher.write(*kernel, target, words); })) return;
+        target.zero_().narrow(0, 0, std::ssize(words)).copy_(at::tensor(words));
       },
-      py::arg("words"), py::arg("target"), py::arg("trial") = false, no_gil, "What writes small tables to a GPU: all words.");
+      py::arg("words"), py::arg("target"), py::arg("trial") = false, no_gil,
+      "What writes small tables to a GPU. The rest of the last group becomes 0.");
   py::enum_<Trust>(m, "Trust", "Whether a kernel is used; csrc/device/compiled_kernels.h.")
       .value("untried", Trust::untried)
       .value("proven", Trust::proven)

@@ -31,7 +31,8 @@ at::Tensor sent(const Words& words, Launcher& launcher, const at::Tensor& memory
   at::Tensor table;
   const bool fits = kernel != nullptr && count <= kernel->tile.at(0);
   const bool is_done = fits && launched({kernel}, [&] {
-                         table = take(kernel->tile.at(0));
+                         const auto together = kernel->tile.at(1);
+                         table = take((count + together - 1) / together * together);
                          launcher.write(*kernel, table, words);
                        });
   if (is_done) return table;

@@ -9,9 +9,10 @@
 namespace fastddp {
 
 void Launcher::write(const LoadedKernel& kernel, const at::Tensor& target, std::vector<int64_t> words) const {
+  int64_t count = std::ssize(words);
   words.resize(static_cast<size_t>(kernel.tile.at(0)));
   const void *address = word_of(target), *scratch = nullptr;
-  std::vector<void*> parameters{&address};
+  std::vector<void*> parameters{&address, &count};
   for (auto& word : words) parameters.push_back(&word);
   TORCH_INTERNAL_ASSERT(parameters.size() == kernel.parameters);
   parameters.insert(parameters.end(), kMostScratch, &scratch);

@@ -41,7 +41,8 @@ class Launcher {
     ++launches_;
   }
 
-  // Launches the kernel that writes as many words as its tile says, the missing ones as zeros.
+  // Launches the kernel that writes words, at most as many as its tile's first number says; zeros make them a multiple of the
+  // second, for which `target` has room.
   void write(const LoadedKernel& kernel, const at::Tensor& target, std::vector<int64_t> words) const;
 
   at::Tensor empty(c10::IntArrayRef sizes, c10::ScalarType dtype);

@@ -22,7 +22,7 @@ from fastddp import _C
 from fastddp.kernel_loading.trials import Case, Makes, Memory, Sums, Trial
 
 CHUNK = 4096  # elements of one program of pack, of 8 bits and of sums
-WORDS = 256  # of a table that a kernel writes
+WORDS, WORDS_TOGETHER = 256, 32  # of a table that a kernel writes, and of a group in it
 STEPS = (512, 1024, 2048, CHUNK)  # elements that a program takes at once
 ACCESS = 16  # bytes
 
@@ -291,14 +291,19 @@ def write_words() -> Trial:
     """Of the kernel that writes tables."""
 
     def make(memory: Memory) -> tuple[Any, ...]:
-        words = torch.randint(-(2**63), 2**63 - 1, (WORDS,), generator=random_numbers(), device="cpu")
-        return memory.take((WORDS,), torch.int64), tuple(words.tolist())
+        words = torch.randint(-(2**63), 2**63 - 1, (WORDS,), generator=random_numbers(), device="cpu").tolist()
+        counts = (1, WORDS_TOGETHER, WORDS_TOGETHER + 1, WORDS - 1, WORDS)
+        rooms = [-(-count // WORDS_TOGETHER) * WORDS_TOGETHER for count in counts]
+        return [memory.take((room,), torch.int64) for room in rooms], [tuple(words[-count:]) for count in counts]
 
-    case = Case("all words", make, lambda kernels, target, words: kernels(words, target))
+    def call(kernels: Any, targets: Sequence[Tensor], tables: Sequence[tuple[int, ...]]) -> None:
+        for target, words in zip(targets, tables, strict=True):
+            kernels(words, target)
 
     def with_operators(words: Sequence[int], target: Tensor) -> None:
-        target.copy_(torch.tensor(words, device="cpu"))
+        target.zero_()[: len(words)] = torch.tensor(words, device="cpu")
 
+    case = Case("tables of every number of groups", make, call)
     kernels = partial(_Function, "fastddp_write_words", _C.write_words)
     return Trial("tables", kernels, lambda: with_operators, [case])
 

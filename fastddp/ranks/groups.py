@@ -93,7 +93,9 @@ def make_group(
             )
     assert group is not None  # this rank is in a part
     _note(parent, group)
-    if nccl_options is not None:  # NCCL connects ranks when they first send, and would do so in the middle of a backward
+    if (
+        nccl_options is not None
+    ):  # NCCL connects ranks when they first send, and would do so in the middle of a backward
         greatest([0], group, device)
     return group
 

@@ -115,14 +115,14 @@ def test_a_trial_notices_what_is_wrong(trial: Trial, make: Callable[[], Any], fo
 
 
 def test_the_numbers_around_which_cases_are_made_are_those_of_the_kernels() -> None:
-    from fastddp.kernels import block8_kernels, device_table_kernels, low_rank_kernels, orthogonalise_kernels
-    from fastddp.kernels import pack_kernels
+    from fastddp.kernels import block8_kernels, low_rank_kernels, orthogonalise_kernels, pack_kernels
+    from fastddp.kernels import device_table_kernels as tables
     from fastddp.kernels import sum_shards_kernels as sums
 
     chunks = (pack_kernels.CHUNK_ELEMENTS, block8_kernels.ELEMENTS, sums.ELEMENTS, orthogonalise_kernels.TILE)
     assert set(chunks) == {kernel_cases.CHUNK}
     assert pack_kernels.ACCESS_BYTES == kernel_cases.ACCESS
-    assert device_table_kernels.WORDS == kernel_cases.WORDS
+    assert (tables.WORDS, tables.GROUP) == (kernel_cases.WORDS, kernel_cases.WORDS_TOGETHER)
     steps = (pack_kernels._STRIDED_STEP, sums._SCALAR_STEP, pack_kernels._SCALAR_STEP)
     assert tuple(step.value for step in steps) == kernel_cases.STEPS[:-1]
     assert low_rank_kernels.STEP == codec_cases.STEP

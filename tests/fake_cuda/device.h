@@ -40,7 +40,7 @@ c10::Allocator* pinned_allocator();
 bool is_pinned(const void* address);
 void record_pinned_use(const void* address, OpPtr copy);
 
-// Whether [address, address + bytes) is within one block, freed or not: what the device can touch without a fault. Memory
+// Whether [address, address + bytes) is within one segment, given out or not: what the device can touch without a fault. Memory
 // that the host has freed may still be used by work that was enqueued before.
 bool is_mapped(const void* address, size_t bytes, c10::DeviceIndex device);
 

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <tuple>
 
 #include "device.h"
@@ -15,13 +16,34 @@ namespace {
 constexpr size_t kAlignment = 512;
 constexpr int kPoison = 0xFF;
 
+size_t rounded_up(size_t bytes, size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+// As torch's allocator for CUDA: requests of up to 1 MiB share segments of 2 MiB, those of up to 10 MiB segments of 20 MiB.
+constexpr size_t kMiB = 1 << 20;
+bool is_small(size_t bytes) {
+  return bytes <= kMiB;
+}
+size_t segment_for(size_t bytes) {
+  if (is_small(bytes)) return 2 * kMiB;
+  return bytes < 10 * kMiB ? 20 * kMiB : rounded_up(bytes, 2 * kMiB);
+}
+bool splits(bool small, size_t remaining) {
+  return small ? remaining >= kAlignment : remaining > kMiB;
+}
+
+// A part of a segment; the parts that follow each other know each other.
 struct Block {
   char* address;
   size_t capacity;
-  size_t size;                      // what was asked for
-  Queue* owner;                     // null: pinned
-  const Graph* graph;               // the capture that it was made in
-  bool allocated = true;            // and not freed
+  size_t size;            // what was asked for
+  Queue* owner;           // null: pinned
+  const Graph* graph;     // the capture that it was made in
+  bool small = true;      // of segments for small requests
+  bool allocated = true;  // and not freed
+  char* fresh = address;  // nobody has had what lies from here on
+  Block *before = nullptr, *after = nullptr;
   std::vector<Queue*> users{};      // streams other than the owner
   std::vector<OpPtr> copies{};      // of pinned memory
   std::vector<OpPtr> free_after{};  // freed; reusable when these are done
@@ -29,36 +51,31 @@ struct Block {
   bool is_reusable() const {
     return std::ranges::all_of(free_after, [](const OpPtr& op) { return op->done.load(); });
   }
+  char* end() const { return address + capacity; }
   Work overwrite() const {
     return {"overwrite freed memory", [to = address, bytes = capacity] { std::memset(to, kPoison, bytes); }};
   }
 };
 
-// Blocks of one power of two each, so that different requests meet the same memory often.
+// The smallest that fits is taken, of several the one with the lowest address: so a step that repeats comes to use the same memory.
+struct BySize {
+  bool operator()(const Block* a, const Block* b) const {
+    return std::tie(a->capacity, a->address) < std::tie(b->capacity, b->address);
+  }
+};
+
 class Pool {
  public:
   // `owner` null: pinned memory.
   char* allocate(size_t bytes, Queue* owner) {
     const std::lock_guard lock(mutex_);
-    const auto capacity = std::bit_ceil(std::max(bytes, kAlignment));
-    const auto* graph = owner == nullptr ? nullptr : owner->capture;
-    auto& freed = freed_[{owner, graph, capacity}];
-    const auto reusable = std::ranges::find_if(freed, [](const auto& entry) { return entry.second->is_reusable(); });
-    Block* block = nullptr;
-    if (reusable != freed.end()) {
-      block = reusable->second;
-      freed.erase(reusable);
-    } else {
-      if (owner == nullptr) check_no_capture("memory is pinned");
-      auto* address = static_cast<char*>(std::aligned_alloc(kAlignment, capacity));
-      TORCH_CHECK_WITH(OutOfMemoryError, address != nullptr, "no memory for ", bytes, " bytes");
-      std::memset(address, kPoison, capacity);
-      block = &blocks_.emplace(address, Block{address, capacity, bytes, owner, graph}).first->second;
-    }
+    auto* block = owner == nullptr ? take_pinned(bytes) : take(bytes, owner);
     block->size = bytes;
     block->allocated = true;
     block->free_after.clear();
-    if (owner != nullptr) peak_bytes = std::max<size_t>(peak_bytes, allocated_bytes += rounded(bytes));
+    if (block->fresh < block->end()) std::memset(block->fresh, kPoison, static_cast<size_t>(block->end() - block->fresh));
+    block->fresh = std::max(block->fresh, block->end());
+    if (owner != nullptr) peak_bytes = std::max<size_t>(peak_bytes, allocated_bytes += rounded_up(bytes, kAlignment));
     return block->address;
   }
 
@@ -80,7 +97,71 @@ class Pool {
   }
 
  private:
-  static size_t rounded(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+  Block& make(size_t capacity, Queue* owner, const Graph* graph) {
+    auto* address = static_cast<char*>(std::aligned_alloc(kAlignment, capacity));
+    TORCH_CHECK_WITH(OutOfMemoryError, address != nullptr, "no memory for ", capacity, " bytes");
+    return blocks_.emplace(address, Block{address, capacity, capacity, owner, graph}).first->second;
+  }
+
+  Block* take_pinned(size_t bytes) {
+    const auto capacity = std::bit_ceil(std::max(bytes, kAlignment));
+    auto& freed = freed_pinned_[capacity];
+    const auto reusable = std::ranges::find_if(freed, [](const auto& entry) { return entry.second->is_reusable(); });
+    if (reusable == freed.end()) {
+      check_no_capture("memory is pinned");
+      return &make(capacity, nullptr, nullptr);
+    }
+    auto* block = reusable->second;
+    freed.erase(reusable);
+    return block;
+  }
+
+  Block* take(size_t bytes, Queue* owner) {
+    std::erase_if(waiting_, [&](Block* block) { return block->is_reusable() && (give_back(*block), true); });
+    const auto capacity = std::max(rounded_up(bytes, kAlignment), kAlignment);
+    auto& freed = freed_[{owner, owner->capture, is_small(capacity)}];
+    Block wanted{nullptr, capacity, bytes, owner, owner->capture};
+    const auto found = freed.lower_bound(&wanted);
+    Block* block = nullptr;
+    if (found != freed.end()) {
+      block = *found;
+      freed.erase(found);
+    } else {
+      block = &make(segment_for(capacity), owner, owner->capture);
+      block->small = is_small(capacity);
+    }
+    if (!splits(block->small, block->capacity - capacity)) return block;
+    auto* address = block->address + capacity;
+    auto& rest = blocks_.emplace(address, *block).first->second;
+    rest.address = address;
+    rest.fresh = std::max(block->fresh, address);
+    rest.capacity = block->capacity - capacity;
+    rest.allocated = false;
+    rest.before = block;
+    if (rest.after != nullptr) rest.after->before = &rest;
+    block->after = &rest;
+    block->capacity = capacity;
+    freed.insert(&rest);
+    return block;
+  }
+
+  // To the free blocks of its stream, together with free neighbours.
+  void give_back(Block& block) {
+    auto& freed = freed_[{block.owner, block.graph, block.small}];
+    auto* whole = &block;
+    if (block.before != nullptr && freed.erase(block.before) > 0) whole = &joined(*block.before, block);
+    if (whole->after != nullptr && freed.erase(whole->after) > 0) joined(*whole, *whole->after);
+    freed.insert(whole);
+  }
+
+  Block& joined(Block& first, Block& second) {
+    first.fresh = second.fresh;
+    first.capacity += second.capacity;
+    first.after = second.after;
+    if (first.after != nullptr) first.after->before = &first;
+    blocks_.erase(second.address);
+    return first;
+  }
 
   // Copies that only a graph will run hold nothing: whoever replays it keeps its pinned memory.
   void free_pinned(Block& block) {
@@ -92,12 +173,12 @@ class Pool {
       overwrite.after = block.free_after;
       block.free_after = {Simulator::get().enqueue_anywhere(std::move(overwrite))};
     }
-    freed_[{nullptr, nullptr, block.capacity}].emplace(block.address, &block);
+    freed_pinned_[block.capacity].emplace(block.address, &block);
   }
 
   void free_on_device(Block& block) {
     auto& simulator = Simulator::get();
-    allocated_bytes -= rounded(block.size);
+    allocated_bytes -= rounded_up(block.size, kAlignment);
     const auto users = std::exchange(block.users, {});
     const bool captured = block.owner->capture != nullptr;
     if (block.graph != block.owner->capture) return;  // a graph's memory stays its own: a replay writes it
@@ -105,18 +186,19 @@ class Pool {
     auto overwrite = block.overwrite();
     if (users.empty()) {
       simulator.enqueue(*block.owner, std::move(overwrite));
-    } else {
-      for (const auto* user : users) overwrite.after.push_back(simulator.last(*user));
-      overwrite.after.push_back(simulator.last(*block.owner));
-      block.free_after = {simulator.enqueue_anywhere(std::move(overwrite))};
+      return give_back(block);
     }
-    freed_[{block.owner, block.graph, block.capacity}].emplace(block.address, &block);
+    for (const auto* user : users) overwrite.after.push_back(simulator.last(*user));
+    overwrite.after.push_back(simulator.last(*block.owner));
+    block.free_after = {simulator.enqueue_anywhere(std::move(overwrite))};
+    waiting_.push_back(&block);
   }
 
   std::mutex mutex_;
   std::map<char*, Block> blocks_;
-  // Lowest address first, as torch's allocator: so a step that repeats comes to use the same memory.
-  std::map<std::tuple<Queue*, const Graph*, size_t>, std::map<char*, Block*>> freed_;
+  std::map<std::tuple<Queue*, const Graph*, bool>, std::set<Block*, BySize>> freed_;
+  std::vector<Block*> waiting_;  // freed, while streams other than the owner may use them
+  std::map<size_t, std::map<char*, Block*>> freed_pinned_;
 };
 
 // Never destroyed, as the simulator.
@@ -179,8 +261,9 @@ void record_pinned_use(const void* address, OpPtr copy) {
 
 bool is_mapped(const void* address, size_t bytes, c10::DeviceIndex device) {
   return pool().with_block(address, [&](const Block* block) {
-    return block != nullptr && block->owner != nullptr && block->owner->device == device &&
-           static_cast<const char*>(address) + bytes <= block->address + block->capacity;
+    if (block == nullptr || block->owner == nullptr || block->owner->device != device) return false;
+    while (block->after != nullptr && static_cast<const char*>(address) + bytes > block->end()) block = block->after;
+    return static_cast<const char*>(address) + bytes <= block->end();
   });
 }
 

@@ -133,10 +133,11 @@ void sum_shards(const Launch& launch, int64_t program, c10::ScalarType dtype) {
 
 std::optional<Twin> pack_twin(const std::string& kernel) {
   if (kernel == "fastddp_write_words") {
-    constexpr size_t words = 256;
-    return Twin{1 + words, [](const Launch& launch, int64_t) {
-                  launch.check(launch.pointer<char>(0), words * sizeof(int64_t));
-                  std::copy_n(launch.values.begin() + 1, words, launch.pointer<uint64_t>(0));
+    static constexpr size_t words = 256, group = 32;
+    return Twin{2 + words, [](const Launch& launch, int64_t) {
+                  const auto count = std::min(words, (launch.values.at(1) + group - 1) / group * group);
+                  launch.check(launch.pointer<char>(0), static_cast<int64_t>(count * sizeof(int64_t)));
+                  std::copy_n(launch.values.begin() + 2, count, launch.pointer<uint64_t>(0));
                 }};
   }
   static const std::regex moves("fastddp_(pack|pack_measuring|unpack)_([a-z0-9]+)_to_([a-z0-9]+)");

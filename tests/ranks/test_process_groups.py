@@ -161,7 +161,7 @@ class Jobs:
         with (
             mock.patch.object(dist, "split_group", lambda parent, parts, **given: make("split", parent, parts, given)),
             mock.patch.object(dist, "new_group", lambda ranks, **given: make("new", None, ranks, given)),
-            mock.patch.object(groups, "_note", lambda parent, part: None),
+            mock.patch.object(groups, "_note"),
             mock.patch.object(groups, "greatest", lambda values, group, device: self.sent_over.append(group)),
             mock.patch.object(dist, "get_process_group_ranks", return_value=MODEL),
             mock.patch.object(dist, "ProcessGroupNCCL", self.nccl, create=True),

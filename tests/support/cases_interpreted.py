@@ -85,7 +85,8 @@ class Sums(_Launched):
 
 class Tables(_Launched):
     def __call__(self, words: tuple[int, ...], target: Tensor) -> None:
-        tables.write_words_kernel[(1,)](target, words)
+        filled = words + (0,) * (tables.WORDS - len(words))
+        tables.write_words_kernel[(1,)](target, len(words), filled)
 
 
 # ------------------------------------------------------------------------------------------------- what was decided
