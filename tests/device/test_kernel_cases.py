@@ -119,7 +119,8 @@ def test_the_numbers_around_which_cases_are_made_are_those_of_the_kernels() -> N
 
     chunks = (pack_kernels.CHUNK_ELEMENTS, block8_kernels.ELEMENTS, sums.ELEMENTS, orthogonalise_kernels.TILE)
     assert set(chunks) == {kernel_cases.CHUNK}
+    assert pack_kernels.chunk_elements(FP16, FP16) == kernel_cases.STEPS[-1]
     assert pack_kernels.ACCESS_BYTES == kernel_cases.ACCESS
     steps = (pack_kernels._STRIDED_STEP, sums._SCALAR_STEP, pack_kernels._SCALAR_STEP)
-    assert tuple(step.value for step in steps) == kernel_cases.STEPS[:-1]
+    assert tuple(step.value for step in steps) == kernel_cases.STEPS[:-2]
     assert low_rank_kernels.STEP == codec_cases.STEP
