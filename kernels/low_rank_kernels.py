@@ -395,14 +395,12 @@ def _reconstruct_block(
     total = tl.sum(squares)
     odd = tl.full((), 0, tl.int32)
     if not tl.abs(total) < float("inf"):
-        # Seldom, or beside the rectangle only, where infinity times 0 is NaN. So what was written is measured again.
-        total = tl.full((), 0.0, tl.float32)
+        # Seldom. Beside the rectangle, infinity times 0 gets into the sum only if an element inside is infinite too.
         tl.debug_barrier()  # threads read what others wrote
         for step in range(0, count, ROWS):
             there = (step + line < count)[:, None] & is_column[None, :]
             place = _pointer(gradient, DTYPE, BYTES) + offsets + step * width
             value = tl.load(place, mask=there, other=0.0).to(tl.float32)
-            total += tl.sum(value * value)
             odd += tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1))
     tl.store(target, total.to(tl.float64))
     tl.store(target + 1, odd.to(tl.float64))

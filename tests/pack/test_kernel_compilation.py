@@ -146,11 +146,9 @@ def form_of(kernel: CompiledKernel) -> str:
     return found[1]
 
 
-@pytest.mark.tier("slow", but_one_in=7)
-@pytest.mark.parametrize(
-    ("dtype", "rank"),
-    [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 4), (torch.float16, 32), (torch.float32, 32)],
-)
+@pytest.mark.tier("slow", but_one_in=20)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rank", [1, 2, 3, 8, 16, 32])  # each that is compiled; for 3, it is 4
 @capabilities
 def test_the_kernels_of_powersgd_spill_nothing_and_read_matrices_16_bytes_at_a_time(
     dtype: torch.dtype, rank: int, capability: int
