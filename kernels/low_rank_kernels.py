@@ -375,10 +375,8 @@ def _reconstruct_block(
             for part in tl.static_range(PART):
                 vector = begin + part
                 left = tl.load(left_pointer + vector, mask=is_line & (vector < vectors), other=0.0)
-                if IS_HELD:
-                    right = held[part]
-                else:
-                    right = tl.load(right_pointer + vector * width, mask=is_column & (vector < vectors), other=0.0)
+                there = is_column & (vector < vectors)
+                right = held[part] if IS_HELD else tl.load(right_pointer + vector * width, mask=there, other=0.0)
                 left, right = tl.broadcast(left[:, None], right[None, :])
                 product = tl.fma(left, right, product)
         rounded = product.to(DTYPE)
@@ -398,9 +396,9 @@ def _reconstruct_block(
         # Seldom. Beside the rectangle, infinity times 0 gets into the sum only if an element inside is infinite too.
         tl.debug_barrier()  # threads read what others wrote
         for step in range(0, count, ROWS):
-            there = (step + line < count)[:, None] & is_column[None, :]
+            written = (step + line < count)[:, None] & is_column[None, :]
             place = _pointer(gradient, DTYPE, BYTES) + offsets + step * width
-            value = tl.load(place, mask=there, other=0.0).to(tl.float32)
+            value = tl.load(place, mask=written, other=0.0).to(tl.float32)
             odd += tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1))
     tl.store(target, total.to(tl.float64))
     tl.store(target + 1, odd.to(tl.float64))
