@@ -19,6 +19,7 @@ from .pack_kernels import (
     CHUNK_ELEMENTS,
     OPTIONS,
     TRITON_DTYPES,
+    chunk_elements,
     kernel_constants,
     measure_gradients_kernel,
     measure_kernel,
@@ -87,20 +88,22 @@ def scratch_parameters(version: str) -> int:
 
 @cache
 def compile_pack(
-    form: Form, gradient: torch.dtype, wire: torch.dtype, capability: int, chunk_elements: int = CHUNK_ELEMENTS
+    form: Form, gradient: torch.dtype, wire: torch.dtype, capability: int, chunk: int | None = None
 ) -> CompiledKernel:
-    """Compile pack, pack_measuring or unpack, for gradients and wire of these dtypes.
+    """Compile pack, pack_measuring or unpack, for gradients and wire of these dtypes; ``chunk``: elements of a program.
 
     Raises:
         ValueError: see :func:`.kernel_constants`.
         RuntimeError: see :func:`_compile`.
     """
-    constants = kernel_constants(gradient, wire, chunk_elements)
+    if chunk is None:
+        chunk = chunk_elements(gradient, wire)
+    constants = kernel_constants(gradient, wire, chunk)
     signature = {"wire": f"*{TRITON_DTYPES[wire]}", "table": "*i64", "chunks": "*i64", "scale": "fp64"}
     if form != "pack":
         signature["partials"] = "*fp64"
     kernel = {"pack": pack_kernel, "unpack": unpack_kernel, "pack_measuring": pack_measuring_kernel}[form]
-    return _compile(kernel, signature, constants, capability, (chunk_elements,))
+    return _compile(kernel, signature, constants, capability, (chunk,))
 
 
 @cache
@@ -146,16 +149,19 @@ def compile_low_rank(dtype: torch.dtype, rank: int, capability: int) -> list[Com
     both = {"DTYPE": TRITON_DTYPES[dtype], "R": rank}
     next_grams = {"next_grams": "*fp64", "epsilon": "fp64", "refill": "i64", "seed": "i64"}
     in_flight = (basis.lines(rank), rank)
+    # Fused products take registers that more vectors need. With so few of them, five programs fit a multiprocessor.
+    compress = {"num_warps": low.TILE_WARPS, "enable_fp_fusion": rank <= 8}
+    reconstruct = {"num_warps": low.TILE_WARPS, "maxnreg": 96 if rank <= 4 else None}
     wanted: list[tuple[Any, ...]] = [
-        (low.compress_kernel, matrices | {"scale": "fp64"}, both, (low.ROWS,)),
-        (low.project_kernel, matrices | {"partials": "*fp32"}, both, (low.STEP,), low.PROJECT_WARPS),
+        (low.compress_kernel, matrices | {"scale": "fp64"}, both, (low.compress_rows(rank),), compress),
+        (low.project_kernel, matrices | {"partials": "*fp32"}, both, (low.STEP,), {"num_warps": low.PROJECT_WARPS}),
         (
             low.sum_partials_kernel,
             {"matrices": "*i64", "sums": "*i64", "partials": "*fp32", "scale": "fp64"},
             {},
             (low.ELEMENTS,),
         ),
-        (low.reconstruct_kernel, matrices | {"partials": "*fp64"}, both, (low.ROWS, low.RECONSTRUCT_COLUMNS)),
+        (low.reconstruct_kernel, matrices | {"partials": "*fp64"}, both, low.RECONSTRUCT_TILE, reconstruct),
         (basis.gram_kernel, bases, {"R": rank}, in_flight),
         (basis.orthonormalise_kernel, bases | next_grams, {"R": rank, "LAST": False}, in_flight),
         (basis.orthonormalise_kernel, bases | next_grams, {"R": rank, "LAST": True}, in_flight),
@@ -225,7 +231,7 @@ def _compile(
     constants: dict[str, Any],
     capability: int,
     tile: tuple[int, ...],
-    num_warps: int = OPTIONS["num_warps"],
+    options: dict[str, Any] | None = None,
 ) -> CompiledKernel:
     """Compile one kernel. No pointer is specialised on alignment, because the kernels test it themselves.
 
@@ -236,8 +242,8 @@ def _compile(
     """
     scratch = scratch_parameters(triton.__version__)
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs={})
-    options = OPTIONS | {"num_warps": num_warps}
-    identity = (kernel.__name__, signature, constants, capability, num_warps, triton.__version__)
+    options = OPTIONS | (options or {})
+    identity = (kernel.__name__, signature, constants, capability, options, triton.__version__)
     with alone_on_this_node(Path(triton.knobs.cache.dir), repr(identity)):
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, _WARP_THREADS), options=options)
     metadata = compiled.metadata

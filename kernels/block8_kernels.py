@@ -148,9 +148,9 @@ def _scales_at(group, block, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _bytes_at(group, block, BLOCK: tl.constexpr):
-    """Pointers to the bytes of blocks, [rows, BLOCK]; counted as in :func:`_scales_at`."""
-    first = tl.multiple_of(group.to(tl.pointer_type(tl.uint8)), _ACCESS_BYTES)
+def _bytes_at(group, block, BLOCK: tl.constexpr, ACCESS: tl.constexpr = _ACCESS_BYTES):
+    """Pointers to the bytes of blocks, [rows, BLOCK]; counted as in :func:`_scales_at`. ACCESS: bytes of a thread's."""
+    first = tl.multiple_of(group.to(tl.pointer_type(tl.uint8)), ACCESS)
     offset = _offset(block, BLOCK) + _SCALES_BYTES + (block & 3) * BLOCK
     return first + (offset[:, None] + tl.arange(0, BLOCK)[None, :])
 
@@ -378,13 +378,6 @@ def block8_add_kernel(
 
 
 @triton.jit
-def _read_rows(group, block, row, there, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
-    """The values of these blocks, one a row; 0 where a row is not ``there``."""
-    byte = tl.load(_bytes_at(group, block + row, BLOCK), mask=there[:, None], other=0)
-    return values(byte, tl.load(_scales_at(group, block + row, BLOCK), mask=there, other=0.0), NUMBER)
-
-
-@triton.jit
 def _decode_rows(
     target,
     count,
@@ -397,8 +390,13 @@ def _decode_rows(
     ALIGNED: tl.constexpr,
 ):
     """Return the sum of squares of the written elements, and how many are not finite."""
+    # A thread reads as many bytes as it writes numbers at once. If it read 16, numbers would go through shared memory.
+    ACCESS: tl.constexpr = _ACCESS_BYTES // (DTYPE.primitive_bitwidth // 8) if ALIGNED else _ACCESS_BYTES
     within = _within(row, count, DTYPE, BLOCK, ALIGNED)
-    gradient = _read_rows(group, block, row, row * BLOCK < count, NUMBER, BLOCK).to(DTYPE)
+    there = row * BLOCK < count
+    byte = tl.load(_bytes_at(group, block + row, BLOCK, ACCESS), mask=there[:, None], other=0)
+    scale = tl.load(_scales_at(group, block + row, BLOCK), mask=there, other=0.0)
+    gradient = values(byte, scale, NUMBER).to(DTYPE)
     tl.store(_rows_at(target, row, DTYPE, BLOCK, ALIGNED), gradient, mask=within)
     written = tl.where(within, gradient.to(tl.float32), 0.0)
     odd = tl.where(tl.abs(written) < float("inf"), 0, 1)

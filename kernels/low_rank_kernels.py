@@ -21,7 +21,7 @@ launch appends Triton's two scratch pointers, both null::
 
 ``matrices`` has one row for each gradient of the bucket:
 
-    word 0  address of the gradient. 0: there is none; compress takes it as zeros, reconstruct does not write it
+    word 0  address of the gradient. 0: there is none, which compress takes as zeros; reconstruct needs one
     word 1  address of the memory, which becomes M, then the new error. 0: no error feedback; M is the gradient.
             Gradient, memory and ``before`` have the launch's DTYPE
     word 2  address of P
@@ -35,9 +35,9 @@ launch appends Triton's two scratch pointers, both null::
 
     word 0  matrix   which row of ``matrices``
     word 1  row      its first row
-    word 2  rows     how many. compress and reconstruct: 1 .. ROWS. project: any number
-    word 3  column   its first column, a multiple of STEP
-    word 4  columns  how many. compress: all m. project: 1 .. STEP. reconstruct: any number
+    word 2  rows     how many. compress: 1 .. compress_rows(R). project and reconstruct: any number
+    word 3  column   its first column, a multiple of the most that a program takes
+    word 4  columns  how many. compress: all m. project: 1 .. STEP. reconstruct: 1 .. COLUMNS
     word 5  partial  project: position in ``partials`` of this program's first number. Other kernels do not read it
 
 ``partials`` of project have, for each gradient, one [r, m] array for each range of rows, one after another. Program b
@@ -56,6 +56,7 @@ No address is assumed to be aligned. If the addresses of gradient, memory and Q 
 16, elements move 16 bytes at a time (8 in project for two-byte dtypes and R = 32, whose sums would not fit registers).
 
 A warp has whole rows of a tile. So sums along rows (compress) are kept apart in each lane until the loop ends. A
+thread of reconstruct has the same columns in all tiles, and holds Q of these, as long as they fit registers. A
 program of project is one warp, which keeps all sums along its columns. If several warps added up theirs, they would
 meet in shared memory, four columns a thread, mostly in one bank.
 """
@@ -66,20 +67,26 @@ meet in shared memory, four columns a thread, mostly in one bank.
 import triton
 import triton.language as tl
 
-ROWS = 16
-"""Rows of one program of compress and reconstruct."""
+COLUMNS = 64
+"""Columns of a tile of compress and of reconstruct."""
+
+RECONSTRUCT_TILE = (256, COLUMNS)
+"""Rows and columns of one program of reconstruct."""
 
 STEP = 128
-"""Columns of a tile, and of one program of project."""
-
-RECONSTRUCT_COLUMNS = 1024
-"""Columns of one program of reconstruct."""
+"""Columns of one program of project."""
 
 ELEMENTS = 128
 """Elements of Q that one program of sum_partials adds up."""
 
 PROJECT_WARPS = 1
-"""Warps of a program of project. The other kernels have the usual number."""
+"""Warps of a program of project."""
+
+TILE_WARPS = 4
+"""Warps of a program of compress and of reconstruct, which have more threads than COLUMNS.
+
+If they had not, Triton would bring Q to them through shared memory, with two barriers a vector.
+"""
 
 MATRIX_WORDS = 8
 BLOCK_WORDS = 6
@@ -89,8 +96,8 @@ LARGEST_RANK = 32
 _MATRIX_WORDS = tl.constexpr(MATRIX_WORDS)
 _BLOCK_WORDS = tl.constexpr(BLOCK_WORDS)
 _SUM_WORDS = tl.constexpr(SUM_WORDS)
-_ROWS = tl.constexpr(ROWS)
 _STEP = tl.constexpr(STEP)
+_COLUMNS = tl.constexpr(COLUMNS)
 _ELEMENTS = tl.constexpr(ELEMENTS)
 _ACCESS_BYTES = tl.constexpr(16)
 _WARP = tl.constexpr(32)
@@ -106,6 +113,18 @@ def padded_rank(rank: int) -> int:
     (1, 4)
     """
     return 1 << (rank - 1).bit_length()
+
+
+@triton.constexpr_function
+def compress_rows(rank):
+    """Rows of one program of compress, for a padded rank: several a thread, which reads Q once, if sums fit."""
+    return 32 if rank <= 4 else 16
+
+
+@triton.constexpr_function
+def holds_q(rank, element_bits):
+    """Whether a thread of reconstruct holds Q of its columns, for a padded rank: in at most 32 registers."""
+    return rank * 128 // element_bits <= 32
 
 
 def _name(form: str):
@@ -151,7 +170,8 @@ def _compress_block(
     # The tiles of the two paths differ in shape so that each gets its own layout. If a thread has neighbours of a row,
     # it adds them up at once. Each lane keeps the sums of its columns.
     VECTOR: tl.constexpr = _ACCESS_BYTES // (DTYPE.primitive_bitwidth // 8) if ALIGNED else 1
-    COLUMNS: tl.constexpr = _STEP if ALIGNED else _WARP
+    COLUMNS: tl.constexpr = _COLUMNS if ALIGNED else _WARP
+    ROWS: tl.constexpr = compress_rows(R)
     LANES: tl.constexpr = COLUMNS // VECTOR
     BYTES: tl.constexpr = _ACCESS_BYTES if ALIGNED else 1
     width = columns // VECTOR * VECTOR
@@ -159,15 +179,17 @@ def _compress_block(
     before_pointer = _pointer(before, DTYPE, BYTES)
     memory_pointer = _pointer(memory, DTYPE, BYTES)
     q_pointer = _pointer(q, tl.float32, BYTES)
-    line = tl.arange(0, _ROWS)
+    line = tl.arange(0, ROWS)
     lane = tl.arange(0, COLUMNS)
     offsets = (row + line)[:, None] * width + lane[None, :]
+    is_line = line < rows
+    vectors = rank.to(tl.int32)
     sums = ()
     for _ in tl.static_range(R):
-        sums = sums + (tl.zeros((_ROWS, LANES), tl.float32),)
+        sums = sums + (tl.zeros((ROWS, LANES), tl.float32),)
     for column in range(0, width, COLUMNS):
-        live_columns = column + lane < width
-        live = (line < rows)[:, None] & live_columns[None, :]
+        live_columns = lane < tl.minimum(width - column, COLUMNS).to(tl.int32)
+        live = is_line[:, None] & live_columns[None, :]
         # The gradient is not needed again, since reconstruct writes all of it. The memory is read next, by project.
         values = tl.load(
             gradient_pointer + offsets + column, mask=live & (gradient != 0), other=0.0, eviction_policy="evict_first"
@@ -178,12 +200,12 @@ def _compress_block(
         matrix = rounded.to(tl.float32)
         longer = ()
         for i in tl.static_range(R):
-            vector = tl.load(q_pointer + i * width + column + lane, mask=live_columns & (i < rank), other=0.0)
+            vector = tl.load(q_pointer + i * width + column + lane, mask=live_columns & (i < vectors), other=0.0)
             if VECTOR > 1:
-                products = tl.sum(tl.reshape(matrix * vector[None, :], (_ROWS, LANES, VECTOR)), axis=2)
+                products = tl.sum(tl.reshape(matrix * vector[None, :], (ROWS, LANES, VECTOR)), axis=2)
                 longer = longer + (sums[i] + products,)
             else:
-                longer = longer + (tl.fma(matrix, tl.broadcast_to(vector[None, :], (_ROWS, LANES)), sums[i]),)
+                longer = longer + (tl.fma(matrix, tl.broadcast_to(vector[None, :], (ROWS, LANES)), sums[i]),)
         sums = longer
     target = p.to(tl.pointer_type(tl.float32)) + (row + line) * rank
     for i in tl.static_range(R):
@@ -316,44 +338,70 @@ def _reconstruct_block(
     R: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
+    # The tiles of the two paths differ in shape, as in compress.
     VECTOR: tl.constexpr = _ACCESS_BYTES // (DTYPE.primitive_bitwidth // 8) if ALIGNED else 1
-    COLUMNS: tl.constexpr = _STEP if ALIGNED else _WARP
+    ROWS: tl.constexpr = 16 if ALIGNED else 8
     BYTES: tl.constexpr = _ACCESS_BYTES if ALIGNED else 1
+    IS_HELD: tl.constexpr = holds_q(R, DTYPE.primitive_bitwidth)
+    PART: tl.constexpr = R if IS_HELD else 2
     width = width_of_row // VECTOR * VECTOR
-    end = (column + columns) // VECTOR * VECTOR
-    gradient_pointer = _pointer(gradient, DTYPE, BYTES)
-    memory_pointer = _pointer(memory, DTYPE, BYTES)
-    q_pointer = _pointer(q, tl.float32, BYTES)
-    line = tl.arange(0, _ROWS)
-    lane = tl.arange(0, COLUMNS)
-    p_pointer = p.to(tl.pointer_type(tl.float32)) + (row + line) * rank
-    offsets = (row + line)[:, None] * width + lane[None, :]
-    squares = tl.zeros((_ROWS, COLUMNS), tl.float32)
-    odd = tl.zeros((_ROWS, COLUMNS), tl.int32)
-    for begin in range(column // VECTOR * VECTOR, end, COLUMNS):
-        live_columns = begin + lane < end
-        live = (line < rows)[:, None] & live_columns[None, :]
-        written = live & (gradient != 0)
-        matrix = tl.load(
-            memory_pointer + offsets + begin, mask=live & (memory != 0), other=0.0, eviction_policy="evict_first"
+    line = tl.arange(0, ROWS)
+    lane = tl.arange(0, _COLUMNS)
+    count = rows.to(tl.int32)
+    vectors = rank.to(tl.int32)
+    is_column = lane < columns.to(tl.int32) // VECTOR * VECTOR
+    is_read = is_column & (memory != 0)
+    offsets = (row + line)[:, None] * width + (column // VECTOR * VECTOR + lane)[None, :]
+    gradients = _pointer(gradient, DTYPE, BYTES) + offsets
+    memories = _pointer(memory, DTYPE, BYTES) + offsets
+    left_pointer = p.to(tl.pointer_type(tl.float32)) + (row + line) * rank
+    right_pointer = _pointer(q, tl.float32, BYTES) + (column // VECTOR * VECTOR + lane)
+    held = ()
+    for i in tl.static_range(R if IS_HELD else 0):
+        held = held + (tl.load(right_pointer + i * width, mask=is_column & (i < vectors), other=0.0),)
+    squares = tl.zeros((ROWS, _COLUMNS), tl.float32)
+    is_line = line < count
+    following = tl.load(memories, mask=is_line[:, None] & is_read[None, :], eviction_policy="evict_first")
+    for step in range(0, count, ROWS):
+        # The next tile is on its way while this one is computed.
+        matrix = following
+        is_next = step + ROWS + line < count
+        following = tl.load(
+            memories + ROWS * width, mask=is_next[:, None] & is_read[None, :], eviction_policy="evict_first"
         )
         # Zeros made from the loaded tile, so that products have its layout and are computed in no other.
-        product = tl.where(live, 0.0, matrix.to(tl.float32))
-        for i in tl.static_range(R):
-            left = tl.load(p_pointer + i, mask=(line < rows) & (i < rank), other=0.0)
-            right = tl.load(q_pointer + i * width + begin + lane, mask=live_columns & (i < rank), other=0.0)
-            left, right = tl.broadcast(left[:, None], right[None, :])
-            product = tl.fma(left, right, product)
+        product = tl.where(line[:, None] >= 0, 0.0, matrix.to(tl.float32))
+        for begin in range(0, R, PART):
+            for part in tl.static_range(PART):
+                vector = begin + part
+                left = tl.load(left_pointer + vector, mask=is_line & (vector < vectors), other=0.0)
+                there = is_column & (vector < vectors)
+                right = held[part] if IS_HELD else tl.load(right_pointer + vector * width, mask=there, other=0.0)
+                left, right = tl.broadcast(left[:, None], right[None, :])
+                product = tl.fma(left, right, product)
         rounded = product.to(DTYPE)
         value = rounded.to(tl.float32)
-        tl.store(gradient_pointer + offsets + begin, rounded, mask=written)
+        tl.store(gradients, rounded, mask=is_line[:, None] & is_column[None, :])
         error = matrix.to(tl.float32) - value
         error = tl.where(tl.abs(error) < float("inf"), error, 0.0).to(DTYPE)
-        tl.store(memory_pointer + offsets + begin, error, mask=live & (memory != 0))
-        squares = tl.fma(value, tl.where(written, value, 0.0), squares)
-        odd += (written & ~(tl.abs(value) < float("inf"))).to(tl.int32)
-    tl.store(target, tl.sum(squares).to(tl.float64))
-    tl.store(target + 1, tl.sum(odd).to(tl.float64))
+        tl.store(memories, error, mask=is_line[:, None] & is_read[None, :])
+        squares = tl.fma(value, value, squares)
+        gradients += ROWS * width
+        memories += ROWS * width
+        left_pointer += ROWS * rank
+        is_line = is_next
+    total = tl.sum(squares)
+    odd = tl.full((), 0, tl.int32)
+    if not tl.abs(total) < float("inf"):
+        # Seldom. Beside the rectangle, infinity times 0 gets into the sum only if an element inside is infinite too.
+        tl.debug_barrier()  # threads read what others wrote
+        for step in range(0, count, ROWS):
+            written = (step + line < count)[:, None] & is_column[None, :]
+            place = _pointer(gradient, DTYPE, BYTES) + offsets + step * width
+            value = tl.load(place, mask=written, other=0.0).to(tl.float32)
+            odd += tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1))
+    tl.store(target, total.to(tl.float64))
+    tl.store(target + 1, odd.to(tl.float64))
 
 
 @triton.jit(repr=_name("reconstruct"), do_not_specialize=["matrices", "blocks", "partials"])

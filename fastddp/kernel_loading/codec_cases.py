@@ -16,13 +16,13 @@ from fastddp.kernel_loading.trials import Case, Memory, Sums, Trial
 
 # ------------------------------------------------------------------------------------------------------- PowerSGD
 
-STEP = 128  # columns of a tile
+STEP = 128  # columns of a program of project; the other tiles have half as many
 _ROWS = (16, 1, 15, 17, 33)
-_COLUMNS = (*(STEP + more for more in (-1, 0, 1, 8)), *range(1, 10), 31, 32, 33, 257)
+_COLUMNS = (*(tile + more for tile in (STEP, STEP // 2) for more in (-1, 0, 1, 8)), *range(1, 10), 31, 32, 33, 257)
 """Around a tile, a warp and an access."""
 _SHAPES = (
     *zip(itertools.cycle(_ROWS), _COLUMNS, strict=False),
-    *zip((1, 16, 17, 15), (1023, 1024, 1025, 1032), strict=True),  # around the columns of a program of reconstruct
+    *zip((255, 256, 257, 264), (8, 9, 8, 64), strict=True),  # around the rows of a program of reconstruct
     *zip((63, 64, 65, 130), (8, 9, 8, 16), strict=True),  # around the rows of a program of project
     *((2113, 8), (2050, 3)),  # more programs share a column of project than are added up at once
 )
@@ -80,6 +80,10 @@ class _Matrices:
         self.of_every_size(_SMALL_SHAPES)
         self.before = [memory for _, memory, _, _ in self.all]
 
+    def infinite(self) -> None:
+        self.of_every_size(_SMALL_SHAPES)
+        self.all[0][2][1, 0] = torch.inf  # so is the sum of squares
+
     def special(self) -> None:
         self.of_every_size(_SMALL_SHAPES)
         for _, memory, p, q in self.all:
@@ -125,7 +129,7 @@ def project(dtype: torch.dtype, rank: int) -> Trial:
 
 def reconstruct(dtype: torch.dtype, rank: int) -> Trial:
     """Of PowerSGD's last step."""
-    fills = (*_FILLS[:2], _Matrices.without_memory, _Matrices.special)
+    fills = (*_FILLS[:2], _Matrices.without_memory, _Matrices.infinite, _Matrices.special)
     return _powersgd("reconstruct", dtype, rank, fills, lambda kernels, all, _: [pair(kernels.reconstruct(all))])
 
 

@@ -21,13 +21,13 @@ from torch import Tensor
 from fastddp import _C
 from fastddp.kernel_loading.trials import Case, Makes, Memory, Sums, Trial
 
-CHUNK = 4096  # elements of one program of pack, of 8 bits and of sums
+CHUNK = 4096  # elements of one program of pack, of 8 bits and of sums; of 16 bits pack takes twice as many
+STEPS = (512, 1024, 2048, CHUNK, 2 * CHUNK)  # elements that a program takes at once
 WORDS, WORDS_TOGETHER = 256, 32  # of a table that a kernel writes, and of a group in it
-STEPS = (512, 1024, 2048, CHUNK)  # elements that a program takes at once
 ACCESS = 16  # bytes
 
 SMALL = tuple(range(1, 18))
-LARGE = (*(size + more for size in STEPS for more in (-1, 0, 1)), CHUNK + 13, 2 * CHUNK + 3)
+LARGE = (*(size + more for size in STEPS for more in (-1, 0, 1)), CHUNK + 13, 4 * CHUNK + 3)
 
 _NAN, _INF = math.nan, math.inf
 _SPECIAL = (_INF, _NAN, -_INF, 0.0, -0.0, 1e-40, -3e-7, 7e4, 1e38, 3e38, 65504.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11)

@@ -21,6 +21,7 @@ def kernels(capability: int) -> Iterator[CompiledKernel]:
     for number in block8_kernels.NUMBERS:
         yield from ahead.compile_block8(torch.bfloat16, number, 256, number == "e4m3", capability)
     yield from ahead.compile_low_rank(torch.float32, 4, capability)
+    yield from ahead.compile_low_rank(torch.bfloat16, 8, capability)
     yield ahead.compile_sum_shards(torch.bfloat16, capability)
     yield ahead.compile_write_words(capability)
 

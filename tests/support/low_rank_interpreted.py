@@ -28,7 +28,9 @@ class Interpreted:
     """All matrices of a call have one dtype, fp32, fp16 or bf16."""
 
     def compress(self, matrices: Sequence[Matrix], scale: float = 1.0, before: Sequence[Tensor | None] = ()) -> None:
-        self._run(low_rank.compress_kernel, "compress", tables(matrices, before), scale, **constants(matrices))
+        given = constants(matrices)
+        words = tables(matrices, low_rank.compress_rows(given["R"]), before)
+        self._run(low_rank.compress_kernel, "compress", words, scale, **given)
 
     def project(self, matrices: Sequence[Matrix], scale: float = 1.0) -> None:
         words = tables(matrices)
@@ -37,7 +39,7 @@ class Interpreted:
         self._run(low_rank.sum_partials_kernel, "sums", words, partials, scale)
 
     def reconstruct(self, matrices: Sequence[Matrix]) -> Tensor:
-        words = tables(matrices)
+        words = tables(matrices, low_rank.RECONSTRUCT_TILE[0])
         programs = len(words["reconstruct"]) // low_rank.BLOCK_WORDS
         measured = torch.full((programs, 2), torch.nan, dtype=torch.float64)
         self._run(low_rank.reconstruct_kernel, "reconstruct", words, measured, **constants(matrices))
@@ -60,10 +62,10 @@ class Interpreted:
             kernel[(len(programs),)](table(words["matrices"], low_rank.MATRIX_WORDS), programs, *arguments, **constants)
 
 
-def tables(matrices: Sequence[Matrix], before: Sequence[Tensor | None] = ()) -> dict[str, list[int]]:
-    return _C.low_rank_tables(
-        list(matrices), low_rank.ROWS, low_rank.RECONSTRUCT_COLUMNS, low_rank.STEP, low_rank.ELEMENTS, before
-    )
+def tables(matrices: Sequence[Matrix], rows: int = 1, before: Sequence[Tensor | None] = ()) -> dict[str, list[int]]:
+    """``rows``: of a program of the kernel that is run, if it depends on them."""
+    columns = low_rank.RECONSTRUCT_TILE[1]
+    return _C.low_rank_tables(list(matrices), rows, columns, low_rank.STEP, low_rank.ELEMENTS, before)
 
 
 def constants(matrices: Sequence[Matrix]) -> dict[str, Any]:
