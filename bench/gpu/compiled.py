@@ -1,0 +1,72 @@
+"""A model under torch.compile, as a whole and block by block: each gradient against torch's DDP, bit for bit.
+
+Without Triton for the device, as on the simulated one, code is made by AOT autograd alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import torch
+from torch import Tensor, nn
+
+from bench.cases import Batch, Gpt
+from bench.contestants import Engine, wrapped
+from bench.gpu.results import Run
+from bench.gpu.step import lonely_group
+
+_STEPS = 4  # in the second one buckets are rebuilt, and then fastddp's model is compiled again
+WAYS = ("whole", "by block")
+
+
+def measure(run: Run) -> None:
+    """Adds a row for each way: ms of the last step, graphs, and whether gradients are torch's."""
+    device = run.device
+    width, length = (32, 8) if run.quick else (256, 128)
+    torch.manual_seed(0)
+    model = Gpt(layers=2, width=width, heads=4, context=length).to(device)
+    batches: list[Batch] = [(torch.randint(256, (4, length + 1)).to(device),) for _ in range(_STEPS)]
+    with lonely_group(device):
+        for way in WAYS:
+            expected, _, _ = trained(model, "torch", way, batches, device)
+            for engine in ("plain", "fastddp"):
+                found, milliseconds, graphs = trained(model, engine, way, batches, device)
+                same = all(map(torch.equal, found, expected))
+                result = "equal" if same else "WRONG"
+                run.results.add(
+                    "compiled", what=way, contestant=engine, median_ms=milliseconds, graphs=graphs, result=result
+                )
+
+
+def trained(
+    model: nn.Module, engine: Engine, way: str, batches: list[Batch], device: torch.device
+) -> tuple[list[Tensor], float, int]:
+    """Gradients of all steps, ms of the last one, and how many graphs AOT autograd got."""
+    torch._dynamo.reset()
+    counts = torch._dynamo.utils.counters["aot_autograd"]
+    before = counts["total"]
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    own = copy.deepcopy(model)
+    if way == "by block":
+        for block in own.blocks:  # type: ignore[union-attr]
+            block.compile(backend=backend)
+    options = {"bucket_cap_mb": 1} if engine != "plain" else {}
+    wrapper = wrapped(own, engine, None, options)
+    if way == "whole":
+        wrapper.compile(backend=backend)
+    found: list[Tensor] = []
+    milliseconds = 0.0
+    # One graph under torch's DDP too: of a graph a bucket, inductor makes other kernels.
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        for batch in batches:
+            wrapper.zero_grad()
+            torch.accelerator.synchronize(device)
+            begin = time.perf_counter()
+            wrapper(*batch).backward()
+            torch.accelerator.synchronize(device)
+            milliseconds = 1e3 * (time.perf_counter() - begin)
+            found += [parameter.grad.cpu() for parameter in wrapper.parameters() if parameter.grad is not None]
+    return found, milliseconds, counts["total"] - before
+
+
