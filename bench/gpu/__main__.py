@@ -24,7 +24,7 @@ WRONG, NO_GPU, FAILED = 1, 2, 3
 
 SECTIONS = (
     *("facts", "proofs", "kernels", "step", "hooks", "host", "graph", "sum_shards", "block8", "low_rank"),
-    *("overlap", "memory", "compiled", "addresses"),
+    *("overlap", "memory", "compiled", "addresses", "step_rows"),
 )
 
 

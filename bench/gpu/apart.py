@@ -18,7 +18,7 @@ from bench.gpu.results import Run
 def rows(
     run: Run, measure: Callable[..., list[harness.Row]], *arguments: Any, ranks: int = 1, **environment: str
 ) -> list[harness.Row]:
-    """What `measure`, called with the device and these, returns on rank 0. An error is a row, and costs the others nothing.
+    """What `measure`, called with the device and these, returns on rank 0. An error is a row and costs others nothing.
 
     Everything is pickled. `environment`: variables, which are there before the device is first used.
     """

@@ -6,7 +6,6 @@ Without Triton for the device, as on the simulated one, code is made by AOT auto
 from __future__ import annotations
 
 import copy
-import time
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ WAYS = ("whole", "by block")
 
 
 def measure(run: Run) -> None:
-    """Adds a row for each way: ms of the last step, graphs, and whether gradients are torch's."""
+    """Adds a row for each way: graphs, and whether gradients are torch's."""
     device = run.device
     width, length = (32, 8) if run.quick else (256, 128)
     torch.manual_seed(0)
@@ -29,20 +28,18 @@ def measure(run: Run) -> None:
     batches: list[Batch] = [(torch.randint(256, (4, length + 1)).to(device),) for _ in range(_STEPS)]
     with lonely_group(device):
         for way in WAYS:
-            expected, _, _ = trained(model, "torch", way, batches, device)
+            expected, _ = trained(model, "torch", way, batches, device)
             for engine in ("plain", "fastddp"):
-                found, milliseconds, graphs = trained(model, engine, way, batches, device)
+                found, graphs = trained(model, engine, way, batches, device)
                 same = all(map(torch.equal, found, expected))
                 result = "equal" if same else "WRONG"
-                run.results.add(
-                    "compiled", what=way, contestant=engine, median_ms=milliseconds, graphs=graphs, result=result
-                )
+                run.results.add("compiled", what=way, contestant=engine, graphs=graphs, result=result)
 
 
 def trained(
     model: nn.Module, engine: Engine, way: str, batches: list[Batch], device: torch.device
-) -> tuple[list[Tensor], float, int]:
-    """Gradients of all steps, ms of the last one, and how many graphs AOT autograd got."""
+) -> tuple[list[Tensor], int]:
+    """Gradients of all steps, and how many graphs AOT autograd got."""
     torch._dynamo.reset()
     counts = torch._dynamo.utils.counters["aot_autograd"]
     before = counts["total"]
@@ -56,17 +53,10 @@ def trained(
     if way == "whole":
         wrapper.compile(backend=backend)
     found: list[Tensor] = []
-    milliseconds = 0.0
     # One graph under torch's DDP too: of a graph a bucket, inductor makes other kernels.
     with torch._dynamo.config.patch(optimize_ddp=False):
         for batch in batches:
             wrapper.zero_grad()
-            torch.accelerator.synchronize(device)
-            begin = time.perf_counter()
             wrapper(*batch).backward()
-            torch.accelerator.synchronize(device)
-            milliseconds = 1e3 * (time.perf_counter() - begin)
             found += [parameter.grad.cpu() for parameter in wrapper.parameters() if parameter.grad is not None]
-    return found, milliseconds, counts["total"] - before
-
-
+    return found, counts["total"] - before

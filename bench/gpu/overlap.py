@@ -105,7 +105,9 @@ def later(stream: torch.Stream, bucket: dist.GradBucket) -> torch.futures.Future
     return future
 
 
-def made(engine: Engine, milliseconds: float, device: torch.device, quick: bool) -> tuple[nn.Module, Callable[[], None]]:
+def made(
+    engine: Engine, milliseconds: float, device: torch.device, quick: bool
+) -> tuple[nn.Module, Callable[[], None]]:
     """A model and its step."""
     torch.manual_seed(0)
     width = 32 if quick else 1024
@@ -128,7 +130,8 @@ def asleep(device: torch.device, quick: bool) -> list[harness.Row]:
         model, step = made(engine, _BACKWARD_MS, device, quick)
         if engine != "plain":
             # Without annotations, which torch's DDP reads and does not resolve.
-            model.register_comm_hook(torch.Stream(device=device), lambda state, bucket: later(state, bucket))  # type: ignore[operator]
+            hooked: Any = model
+            hooked.register_comm_hook(torch.Stream(device=device), lambda state, bucket: later(state, bucket))
         found[engine] = _times(step, device, 1 if quick else _STEPS)
         gradients[engine] = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
     plain = statistics.median(found["plain"])
