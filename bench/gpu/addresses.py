@@ -29,7 +29,7 @@ def measure(run: Run) -> None:
                     continue
                 step = mode.prepare(model)
                 seen = Addresses(step.module)
-                for number in range(STEPS):
+                for number in range(6 if run.quick else STEPS):
                     step.run(batch_of(0, number))
                     seen.end_step()
                 run.results.add(

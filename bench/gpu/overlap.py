@@ -178,7 +178,6 @@ def two_ranks(device: torch.device, quick: bool) -> list[harness.Row]:
         with profile(activities=activities) as profiler:
             for _ in range(3 if quick else _STEPS):
                 step()
-                profiler.step()
             torch.accelerator.synchronize(device)
         with ExitStack() as stack:
             folder = [stack.enter_context(tempfile.TemporaryDirectory()) if dist.get_rank() == 0 else ""]
