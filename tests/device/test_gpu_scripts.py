@@ -49,14 +49,8 @@ SECTIONS = {
 )
 def test_the_first_run_on_a_gpu_goes_through_on_the_simulated_device(tmp_path: Path, lists: tuple[str, ...]) -> None:
     """In its smallest cases: so it is not the list itself that fails where minutes are few."""
-    lists = [
-        "--lists",
-        *first_run.LISTS,
-        "--seconds",
-        "2900",
-        "--patience",
-        "10",
-    ]  # beside many other processes it takes ten times as long
+    # Beside many other processes it takes ten times as long.
+    how = ["--lists", *lists, "--seconds", "2900", "--patience", "10"]
     command = [sys.executable, "-m", "bench.gpu.first_run", "--device", fake_cuda.DEVICE, "--out", str(tmp_path)]
     ended = subprocess.run([*command, *how], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr
