@@ -22,7 +22,10 @@ from fastddp import _C
 MODULE = "bench.gpu"
 WRONG, NO_GPU, FAILED = 1, 2, 3
 
-SECTIONS = ("facts", "proofs", "kernels", "step", "hooks", "host", "graph", "sum_shards", "block8", "low_rank")
+SECTIONS = (
+    *("facts", "proofs", "kernels", "step", "hooks", "host", "graph", "sum_shards", "block8", "low_rank"),
+    *("overlap", "memory", "compiled", "addresses", "step_rows"),
+)
 
 
 def main() -> int:

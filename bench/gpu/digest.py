@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench import harness
+from bench.gpu import results
 from bench.jobs import FASTDDP, Family
 from bench.kernels import FAMILIES
 
 _CEILINGS = {"fraction_of_copy": "copy_", "fraction_of_ceiling": "the ceiling"}
+_OF_STEPS = ("step rows", "step", "step, seldom used", "step with hooks")
+_AS_THEY_ARE = ("asleep", "two_ranks", "memory", "compiled", "addresses")
 
 
 def lines(rows: Sequence[harness.Row]) -> list[str]:
@@ -26,7 +29,16 @@ def lines(rows: Sequence[harness.Row]) -> list[str]:
         *(line for family in FAMILIES for line in _kernels(family, rows)),
         *_host([row for row in rows if row["kind"] == "host"]),
         *_graphs([row for row in rows if row["kind"] == "graph"]),
-        *(line for kind in ("step", "step, seldom used", "step with hooks") for line in _steps(kind, rows)),
+        *(
+            line
+            for kind in ("step rows", "step", "step, seldom used", "step with hooks")
+            for line in _steps(kind, rows)
+        ),
+        *(
+            results.line(row)
+            for row in rows
+            if row["kind"] in ("asleep", "two_ranks", "memory", "compiled", "addresses")
+        ),
         *(f"not measured: {row['what']}" for row in rows if row["kind"] == "skipped"),
         *(f"WRONG: {_where(row)}" for row in rows if row.get("result") == "WRONG"),
     ]

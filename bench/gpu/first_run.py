@@ -97,9 +97,9 @@ class Plan:
         return self.out / "gpu.json"
 
     def tests(self, name: str, limit: float, *arguments: str) -> Step:
-        """Tests that need a GPU."""
+        """Tests that need a GPU. On the simulated device, for which CI runs them elsewhere, they are only found."""
         shown = ["-q", "--tier", "all", "--device", self.device, "-p", "no:cacheprovider"]
-        report = f"--junitxml={self.out / name.replace(' ', '-')}.xml"
+        report = f"--junitxml={self.out / name.replace(' ', '-')}.xml" if self.is_real else "--collect-only"
         return Step(name, limit, ("-m", "pytest", *shown, report, *arguments))
 
     def two_ranks(self, limit: float) -> Step:
@@ -111,38 +111,64 @@ class Plan:
         arguments = ["--backend", "gloo", "--device", device, "--warmup", "3", "--contestants", *contestants]
         return Step("two ranks over gloo", limit, ("-m", "bench.step", *arguments, *size))
 
+    def nodes(self) -> Step:
+        """Four ranks on the device, as two nodes."""
+        return self.tests("four ranks", 180, "tests/gpu/test_four_ranks.py")
+
     def first(self) -> list[Group]:
-        """In order of worth."""
-        # In its smallest case, a few tests: CI runs all of them with the simulated device elsewhere.
-        some = ("-n", "4", "-k", "not sanitizer and not two_nccl") if self.is_real else ("-k", "without_elements")
+        """What has never run on a device, in order of worth."""
+        some = ("-n", "4", "-k", "not sanitizer and not two_nccl and not four_ranks and not faults")
         small_step = ("tests/gpu/small_step.py", "--device", self.device)
         return [
             (self.section("facts", 20),),
-            (Step("small steps", 60, small_step), self.section("proofs", 60)),
-            (self.section("kernels", 50),),
-            (self.section("step", 100),),
-            (self.section("hooks", 80),),
-            (self.section("host", 40),),
-            (self.tests("tests", 100, *some, "tests/gpu"),),
+            (
+                Step("small steps", 60, small_step),
+                self.tests("tests", 90, *some, "tests/gpu"),
+            ),
             (self.section("graph", 45),),
-            (self.two_ranks(50),),
-            *((self.section(family, 25),) for family in ("sum_shards", "block8", "low_rank")),
+            (self.nodes(), self.sanitizer("memcheck")),
+            (self.section("overlap", 90),),
         ]
 
+    def sanitizer(self, tool: str) -> Step:
+        """compute-sanitizer over a few steps of every mode."""
+        return self.tests(tool, 90, "tests/gpu/test_sanitizer.py", "-k", tool)
+
     def second(self) -> list[Group]:
-        """What takes longest for what it shows."""
+        """Kernels, memory, compiled models, faults and steps."""
+        return [
+            (self.section("low_rank", 25),),
+            (self.section("block8", 20),),
+            (self.section("kernels", 25),),
+            (self.section("memory", 70),),
+            (self.section("compiled", 45), self.tests("faults", 45, "tests/gpu/test_faults.py")),
+            (self.section("step_rows", 75),),
+        ]
+
+    def later(self) -> list[Group]:
+        """What has run before, and what takes longest for what it shows."""
         counters = ("--metrics", ",".join(_METRICS), "--kernel-name", "regex:fastddp_(un)?pack", "--launch-count", "12")
         measured = (sys.executable, "-m", "bench.gpu", "kernels", "--quick")
         log = ("--csv", "--log-file", str(self.out / "counters.csv"))
+        ncu = Step("counters", 60, ("--clock-control", "none", *counters, *log, *measured), program="ncu")
         return [
-            (
-                self.tests("two ranks over NCCL", 80, "tests/gpu/test_parity.py", "-k", "two_nccl"),
-                self.tests("memcheck", 90, "tests/gpu/test_sanitizer.py", "-k", "memcheck"),
-                self.tests("racecheck", 90, "tests/gpu/test_sanitizer.py", "-k", "racecheck"),
-            ),
-            (Step("counters", 60, ("--clock-control", "none", *counters, *log, *measured), program="ncu"),),
+            (self.section("addresses", 30),),
+            (self.section("proofs", 60),),
+            (self.section("hooks", 80),),
+            (self.section("host", 40),),
+            (self.two_ranks(50),),
+            (self.section("sum_shards", 25),),
+            *([(self.section("step", 100),), *self.with_tools(ncu)] if self.is_real else []),
         ]
 
+    def with_tools(self, ncu: Step) -> list[Group]:
+        """Of CUDA's tools, and NCCL."""
+        two_ranks = self.tests("two ranks over NCCL", 80, "tests/gpu/test_parity.py", "-k", "two_nccl")
+        return [(two_ranks, self.sanitizer("racecheck")), (ncu,)]
+
+
+# By the name of the list: what makes it, and seconds for all of its steps.
+LISTS = {"first": (Plan.first, 470), "second": (Plan.second, 260), "later": (Plan.later, 540)}
 
 _METRICS = (
     "gpu__time_duration.sum",
@@ -161,11 +187,12 @@ def main() -> int:
     plan = Plan(options.device, options.out.absolute())
     if not plan.is_real:  # compiled before any step's time counts
         simulated.fake_cuda().build()
-    groups = plan.second() if options.second else plan.first()
+    groups = [group for name in (LISTS if options.steps else options.lists) for group in LISTS[name][0](plan)]
     if options.steps:
-        groups = [tuple(step for step in group if step.name in options.steps) for group in plan.first() + plan.second()]
+        groups = [tuple(step for step in group if step.name in options.steps) for group in groups]
+    seconds = options.seconds or sum(LISTS[name][1] for name in options.lists)
     groups = [tuple(replace(step, limit=step.limit * options.patience) for step in group) for group in groups]
-    outcomes = run_all(groups, plan, time.monotonic() + options.seconds)
+    outcomes = run_all(groups, plan, time.monotonic() + seconds)
     print("\n".join(digest.lines(results.read(plan.rows))))
     print("\n".join(f"{one.step}: {one.says}" for one in outcomes if not one.passed) or "every step passed")
     return 0 if all(one.passed for one in outcomes) else 1
@@ -174,11 +201,12 @@ def main() -> int:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = harness.parser(MODULE, __doc__)
     add = parser.add_argument
-    names = [step.name for made in (Plan.first, Plan.second) for group in made(Plan(CUDA, Path())) for step in group]
+    names = [step.name for made, _ in LISTS.values() for group in made(Plan(CUDA, Path())) for step in group]
     add("--out", type=Path, required=True, metavar="FOLDER", help="where files go")
-    add("--seconds", type=float, default=400, help="for all steps (default: %(default)s)")
+    limits = ", ".join(f"{seconds} of {name}" for name, (_, seconds) in LISTS.items())
+    add("--lists", nargs="+", choices=LISTS, default=["first"], help="of steps, one after the other (default: first)")
+    add("--seconds", type=float, help=f"for all steps (default: {limits})")
     add("--patience", type=float, default=1, help="times each step's limit (default: %(default)s)")
-    add("--second", action="store_true", help="two ranks over NCCL, compute-sanitizer, hardware counters")
     add("--steps", nargs="+", choices=names, metavar="STEP", help=f"only these: {', '.join(names)}")
     add("--device", choices=[CUDA, simulated.DEVICE], default=CUDA, help="the simulated one runs the smallest cases")
     return parser.parse_args(arguments)

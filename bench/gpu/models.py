@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -144,3 +145,69 @@ def cases(quick: bool) -> tuple[Case, ...]:
         return (_tiny(),)
     gpts = (gpt2(samples=8, length=1024, name=name) for name in _GPT2)
     return (*gpts, resnet50(samples=64, size=224))
+
+
+class LlamaBlock(nn.Module):
+    """Attention whose queries share keys and values, and a gated MLP; no biases."""
+
+    def __init__(self, width: int, heads: int, shared: int, inner: int) -> None:
+        super().__init__()
+        self.sizes = (heads, width // heads)
+        of_keys = shared * width // heads
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.query, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(width, of_keys, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """From and to (batch, length, width)."""
+        (heads, size), (before, between) = self.sizes, self.norms
+        normed = before(hidden)
+        parts = (part(normed).unflatten(-1, (-1, size)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        query, key, value = (part.repeat_interleave(heads // part.shape[1], 1) for part in parts)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
+        normed = between(hidden)
+        return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Llama(nn.Module):
+    """Of the size of Llama 3.2's 1B, with a tied embedding and without positions: 1.24 G parameters.
+
+    >>> with torch.device("meta"):
+    ...     sum(parameter.numel() for parameter in Llama().parameters())
+    1235814400
+    """
+
+    def __init__(
+        self,
+        layers: int = 16,
+        width: int = 2048,
+        heads: tuple[int, int] = (32, 8),
+        inner: int = 8192,
+        vocabulary: int = 128256,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(LlamaBlock(width, *heads, inner) for _ in range(layers)))
+        self.norm = nn.RMSNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss of predicting each next token of (batch, length + 1)."""
+        hidden = self.norm(self.blocks(self.tokens(tokens[:, :-1])))
+        return F.cross_entropy(F.linear(hidden, self.tokens.weight).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def llama(samples: int, length: int, quick: bool = False) -> Case:
+    """In bf16, with a batch of so many samples of so many tokens; quick: a tiny one."""
+    sizes: tuple[Any, ...] = (1, 32, (4, 2), 64, 64) if quick else ()
+
+    def batch(device: torch.device) -> Batch:
+        vocabulary = 64 if quick else 128256
+        return (torch.randint(vocabulary, (samples, length + 1)).to(device),)
+
+    def model() -> nn.Module:
+        return Llama(*sizes).bfloat16()
+
+    return _case("llama", f"a Llama of 1.2 G, {samples} x {length} tokens, bf16", model, batch, channels_last=False)

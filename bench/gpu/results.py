@@ -21,7 +21,7 @@ _SHOWN = (
     "what made_of case operation number gradient_dtype wire_dtype rank gradient_mib contestant median unit median_us "
     "median_ms added_ms median_backward_us median_from_first_us supports_tensor_alloc used_before_mib "
     "used_after_wrap_mib used_after_step_mib added_us_per_gradient fraction_of_copy launches launches_per_call "
-    "result error"
+    "connections exposed_ms overlapped_ms peak_mib steady_mib uploads periods result error"
 )
 
 

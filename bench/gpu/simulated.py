@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -10,14 +11,19 @@ from bench import harness
 DEVICE = "simulated"
 
 
+def of_tests(name: str) -> Any:
+    """A module of the tests: their simulated device, or one of their helpers."""
+    tests = harness.ROOT / "tests"
+    sys.path += [str(tests), str(tests / "support")]
+    try:
+        return importlib.import_module(name)
+    finally:
+        del sys.path[-2:]
+
+
 def fake_cuda() -> Any:
     """The tests' module."""
-    sys.path.append(str(harness.ROOT / "tests"))
-    try:
-        import fake_cuda
-    finally:
-        sys.path.pop()
-    return fake_cuda
+    return of_tests("fake_cuda")
 
 
 def install() -> None:

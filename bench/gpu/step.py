@@ -63,7 +63,9 @@ def measure(run: Run) -> None:
             measure_groups(run, cases(run.quick)[0], [[*plain_and_torch, *modes(seldom=True)]], "step, seldom used")
 
 
-def measure_groups(run: Run, case: Case, groups: Sequence[Sequence[Mode]], kind: str) -> None:
+def measure_groups(
+    run: Run, case: Case, groups: Sequence[Sequence[Mode]], kind: str, rounds: int | None = None
+) -> None:
     """Adds a row of this kind for each contestant, group by group, whose rows are written before the next one begins.
 
     All have the plain model and torch's DDP, which get a row in the first one; the others are compared with how these
@@ -77,7 +79,7 @@ def measure_groups(run: Run, case: Case, groups: Sequence[Sequence[Mode]], kind:
             run.skip(f"{kind} of {case.name}: {', '.join(mode.name for mode in new)}")
             continue
         alone |= measure_alone(new, model, functools.partial(batch_of, 0), run.device, alone)
-        _measure_together(run, case, model, functools.partial(batch_of, 0), contestants, kind, alone)
+        _measure_together(run, case, model, functools.partial(batch_of, 0), contestants, kind, alone, rounds)
         gc.collect()
     rows = [row for row in run.results.of_kind(kind) if row["case"] == case.name]
     run.out.print(step_table(rows))
@@ -91,6 +93,7 @@ def _measure_together(
     contestants: Sequence[Mode],
     kind: str,
     alone: Mapping[str, harness.Row],
+    rounds: int | None,
 ) -> None:
     steps = [mode.prepare(model) for mode in contestants]
     time_steps(steps, range(-WARMUP, 0), batch, run.device)
@@ -101,7 +104,7 @@ def _measure_together(
         for mode, step in zip(contestants, steps, strict=True)
     ]
     time_steps(steps, range(-1, 0), batch, run.device)  # back to the algorithms that are not deterministic
-    rounds = len(steps) * (1 if run.quick else 3)
+    rounds = len(steps) if run.quick else rounds or 3 * len(steps)
     samples = time_steps(steps, range(rounds), batch, run.device)
     by_name = dict(zip((mode.name for mode in contestants), samples, strict=True))
     have_a_row = {row["contestant"] for row in run.results.of_kind(kind) if row["case"] == case.name}

@@ -35,23 +35,38 @@ def test_small_steps_launch_every_kernel() -> None:
     assert verdict == "the gradients of 3 steps in 7 modes are right"
 
 
-STEPS = ["facts", "small steps", "proofs", "kernels", "step", "hooks", "host", "tests", "graph", "two ranks over gloo"]
+FIRST = ["facts", "small steps", "tests", "graph", "four ranks", "memcheck", "overlap"]
+SECTIONS = {
+    ("first", "second"): {"facts", "overlap", "low_rank", "block8", "kernels", "memory", "compiled", "step_rows"},
+    ("later",): {"addresses", "proofs", "hooks", "host", "sum_shards"},
+}
 
 
 @pytest.mark.tier("slow")
 @pytest.mark.timeout(3000)
-def test_the_first_run_on_a_gpu_goes_through_on_the_simulated_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lists", [("first", "second"), pytest.param(("later",), marks=pytest.mark.tier("nightly"))], ids="-".join
+)
+def test_the_first_run_on_a_gpu_goes_through_on_the_simulated_device(tmp_path: Path, lists: tuple[str, ...]) -> None:
     """In its smallest cases: so it is not the list itself that fails where minutes are few."""
-    seconds = ["--seconds", "2900", "--patience", "10"]  # beside many other processes it takes ten times as long
+    # Beside many other processes it takes ten times as long.
+    how = ["--lists", *lists, "--seconds", "2900", "--patience", "10"]
     command = [sys.executable, "-m", "bench.gpu.first_run", "--device", fake_cuda.DEVICE, "--out", str(tmp_path)]
-    ended = subprocess.run([*command, *seconds], cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run([*command, *how], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr
     outcomes = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert [outcome["step"] for outcome in outcomes][: len(STEPS)] == STEPS
+    assert [outcome["step"] for outcome in outcomes][: len(FIRST)] == FIRST or "first" not in lists
     assert {(outcome["status"], outcome["wrong"]) for outcome in outcomes} == {(0, 0)}
     sections = {row["section"] for row in results.read(tmp_path / "gpu.json")}
     assert sections == {outcome["step"] for outcome in outcomes if outcome["rows"] > 0}
-    assert {"proofs", "kernels", "step", "hooks", "host"} <= sections
+    assert sections >= SECTIONS[lists]
+
+
+@pytest.mark.parametrize("name", first_run.LISTS)
+def test_a_list_has_the_time_for_its_steps(tmp_path: Path, name: str) -> None:
+    made, seconds = first_run.LISTS[name]
+    groups = made(first_run.Plan(first_run.CUDA, tmp_path))
+    assert sum(max(step.limit for step in group) for group in groups) <= seconds
 
 
 def sleeper(seconds: float) -> first_run.Step:

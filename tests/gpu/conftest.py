@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 import fake_cuda
 from fastddp.kernel_loading import proofs
+from nodes import share_the_gpu
 from ranks import RankPool
 
 
@@ -39,24 +40,41 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--device"))
 
 
-def gpu_pool(device: str) -> RankPool:
-    if device != fake_cuda.DEVICE:
-        return RankPool(prepare=trust_kernels, backend="nccl")
-    fake_cuda.build()
-    return RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)
+def share_and_trust() -> None:
+    share_the_gpu()
+    trust_kernels()
+
+
+def living_pool(device: str, prepare: Callable[[], None] = trust_kernels) -> Iterator[RankPool]:
+    """The backend is NCCL, or what stands in for it."""
+    if device == fake_cuda.DEVICE:
+        fake_cuda.build()
+        pool = RankPool(prepare=fake_cuda.install, backend=fake_cuda.DEVICE)
+    else:
+        pool = RankPool(prepare=prepare, backend="nccl")
+    yield pool
+    pool.stop()
 
 
 @pytest.fixture(scope="session")
 def gpu_ranks(device: str) -> Iterator[RankPool]:
-    """Ranks that share the device; the backend is NCCL, or what stands in for it."""
-    pool = gpu_pool(device)
-    yield pool
-    pool.stop()
+    """Ranks that share the device, over NCCL at most one."""
+    yield from living_pool(device)
 
 
 @pytest.fixture
 def fresh_gpu_ranks(device: str) -> Iterator[RankPool]:
     """Ranks for one test, in which no kernel is loaded yet."""
-    pool = gpu_pool(device)
-    yield pool
-    pool.stop()
+    yield from living_pool(device)
+
+
+@pytest.fixture(scope="session")
+def sharing_ranks(device: str) -> Iterator[RankPool]:
+    """Ranks that share the device, over NCCL too."""
+    yield from living_pool(device, share_and_trust)
+
+
+@pytest.fixture
+def fresh_sharing_ranks(device: str) -> Iterator[RankPool]:
+    """The same for one test, after which they are of no more use."""
+    yield from living_pool(device, share_and_trust)

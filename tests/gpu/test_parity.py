@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 
 import pytest
@@ -99,27 +98,12 @@ def test_the_fp16_hook_is_as_exact_as_torchs(gpu_ranks: RankPool, device: str, w
         assert 0 < ours <= 2 * theirs
 
 
-def share_the_gpu() -> None:
-    """NCCL refuses two ranks on one GPU unless they seem to be on two hosts; for correctness only, it is slow."""
-    os.environ |= {
-        "NCCL_HOSTID": f"r{os.getpid()}",
-        "NCCL_NET": "Socket",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-    }
-
-
 @pytest.mark.needs_cuda
-def test_two_nccl_ranks_on_one_gpu() -> None:
-    pool = RankPool(prepare=share_the_gpu, backend="nccl")
-    try:
-        for options in OPTIONS:
-            assert pool.run(difference, 2, "cuda", torch.float32, options, time_limit=100) == [[], []]
-        for ours, theirs in pool.run(hook_errors, 2, "cuda", 1.0, time_limit=100):
-            assert 0 < ours <= 2 * theirs
-    finally:
-        pool.stop()
+def test_two_nccl_ranks_on_one_gpu(sharing_ranks: RankPool) -> None:
+    for options in OPTIONS:
+        assert sharing_ranks.run(difference, 2, "cuda", torch.float32, options, time_limit=100) == [[], []]
+    for ours, theirs in sharing_ranks.run(hook_errors, 2, "cuda", 1.0, time_limit=100):
+        assert 0 < ours <= 2 * theirs
 
 
 # --------------------------------------------------------------------------------------------------------------- memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -33,6 +34,17 @@ def by_messages() -> AbstractContextManager[object]:
 def by_reads() -> AbstractContextManager[object]:
     """Inside, ranks that may read each other's memory read gradients, however few, and whatever cores are idle."""
     return mock.patch.multiple(placement, _ENOUGH_BYTES=0, _cores_are_taken=lambda group: True)
+
+
+def share_the_gpu() -> None:
+    """NCCL refuses two ranks on one GPU unless they seem to be on two hosts; for correctness only, it is slow."""
+    os.environ |= {
+        "NCCL_HOSTID": f"r{os.getpid()}",
+        "NCCL_NET": "Socket",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
 
 
 class Traffic(TorchDispatchMode):

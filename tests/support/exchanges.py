@@ -56,6 +56,7 @@ CODECS = {
     "Python": Codec(1e-6, averages, between_nodes=False, sharded=False),
 }
 TRANSPORTS = dict.fromkeys(["gloo", "messages", "reads"], "cpu") | dict.fromkeys(["streams", "blocking"], DEVICE)
+ON_GPUS = {"nccl": "cuda"}
 SUMMED_IN_PAIRS = ("fp16", "bf16", "int8", "e4m3", "e5m2")
 LEVELS = ("one level", "two levels", "sharded", "sharded by parameters", "sharded over nodes")
 SHAPES = [(20, 12), (20,), (12, 20), (3, 4, 5), (20, 12), (7,)]  # backward reaches the last one first
@@ -76,7 +77,7 @@ class Exchange:
 
     @property
     def device(self) -> str:
-        return TRANSPORTS[self.transport]
+        return (TRANSPORTS | ON_GPUS)[self.transport]
 
     @property
     def rounding(self) -> float:
@@ -254,8 +255,7 @@ class Training:
             self.model = fastddp.DistributedDataParallel(
                 Waves(written, hides).to(exchange.device, dtype),
                 hierarchy=hierarchy,
-                watch=fastddp.Watch(stall=None),
-                **{"bucket_cap_mb": 0} | options,
+                **{"bucket_cap_mb": 0, "watch": fastddp.Watch(stall=None)} | options,
             )
         self.state = state or codec.state()
         if codec.hook is not None:
