@@ -5,8 +5,8 @@
     python bench/gpu/nsight.py import OF.qdstrm  # here: OF.nsys-rep and OF.sqlite, which fastddp trace reads
 
 nsys without its importer leaves a .qdstrm; an importer of another version may refuse it, and here both come from one
-release of Debian. Packages come through apt-get with sources and lists of their own, and are unpacked by Python: nothing
-is installed, and the machine's lists stay as they are.
+release of Debian. Packages come through apt-get with sources and lists of their own, and are unpacked by Python:
+nothing is installed, and the machine's lists stay as they are.
 """
 
 from __future__ import annotations
@@ -114,9 +114,10 @@ def import_stream(stream: Path) -> None:
         with tempfile.TemporaryDirectory() as folder:
             for package in fetch(Path(folder), "nsight-systems", "nsight-systems-target", "libssh-4"):
                 unpack(package, HERE)
+    report, export = stream.with_suffix(".nsys-rep"), stream.with_suffix(".sqlite")
+    report.unlink(missing_ok=True)  # the importer overwrites nothing
     libraries = f"{HERE / _LIBRARIES}:{HERE / _HOST}"
     subprocess.run([importer, "--input-file", stream], check=True, env=os.environ | {"LD_LIBRARY_PATH": libraries})
-    report, export = stream.with_suffix(".nsys-rep"), stream.with_suffix(".sqlite")
     options = ["--type", "sqlite", "--force-overwrite", "true", "--output", export]
     subprocess.run([str(HERE / _TARGET / "nsys"), "export", *map(str, options), str(report)], check=True)
 
