@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.gpu import digest, results, simulated
+from bench.gpu import digest, nsight, results, simulated
 
 MODULE = "bench.gpu.first_run"
 CUDA = "cuda"
@@ -129,6 +129,22 @@ class Plan:
             *((self.section(family, 25),) for family in ("sum_shards", "block8", "low_rank")),
         ]
 
+    def profiled(self, limit: float) -> list[Group]:
+        """The same steps under the Nsight Systems of `make nsight-carry`, which leaves nsys.qdstrm; under kineto."""
+        steps = ("-m", "bench.gpu.profiled", "--device", self.device if self.is_real else "cpu")
+        # Samples of the CPU made a stream of 340 MB of one that has 1.5.
+        options = ("--trace=cuda,nvtx", "--cuda-graph-trace=node", "--sample=none", "--cpuctxsw=none")
+        command = (
+            "profile",
+            *options,
+            "--force-overwrite=true",
+            f"--output={self.out / 'nsys'}",
+            sys.executable,
+            *steps,
+        )
+        kineto = Step("kineto", limit, (*steps, "--kineto", str(self.out)))
+        return [(Step("nsys", limit, command, program=str(nsight.NSYS)),), (kineto,)]
+
     def second(self) -> list[Group]:
         """What takes longest for what it shows."""
         counters = ("--metrics", ",".join(_METRICS), "--kernel-name", "regex:fastddp_(un)?pack", "--launch-count", "12")
@@ -141,6 +157,7 @@ class Plan:
                 self.tests("racecheck", 90, "tests/gpu/test_sanitizer.py", "-k", "racecheck"),
             ),
             (Step("counters", 60, ("--clock-control", "none", *counters, *log, *measured), program="ncu"),),
+            *self.profiled(60),
         ]
 
 
