@@ -195,7 +195,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--out", type=Path, required=True, metavar="FOLDER", help="where files go")
     add("--seconds", type=float, default=400, help="for all steps (default: %(default)s)")
     add("--patience", type=float, default=1, help="times each step's limit (default: %(default)s)")
-    add("--second", action="store_true", help="two ranks over NCCL, compute-sanitizer, hardware counters")
+    add("--second", action="store_true", help="two ranks over NCCL, compute-sanitizer, hardware counters, profilers")
     add("--steps", nargs="+", choices=names, metavar="STEP", help=f"only these: {', '.join(names)}")
     add("--device", choices=[CUDA, simulated.DEVICE], default=CUDA, help="the simulated one runs the smallest cases")
     return parser.parse_args(arguments)
