@@ -10,6 +10,7 @@
 # make lint    check Python (ruff, mypy) and C++ (clang-format);  make format  fixes what can be fixed
 # make test-gpu, make bench-gpu   what takes a GPU: tests (tests/gpu), and everything in order of worth (bench.gpu.first_run)
 # make gpu-carry TORCH=2.11.0 PYTHON=python3.12   a folder for a machine with a GPU that can fetch nothing: build/first-run
+# make nsight-carry   Nsight Systems beside it, from Debian (bench/gpu/nsight.py)
 # make wheels  build and try a wheel in dist/ with the C++ part for each torch of TORCHES;  make sdist  the same for the sources
 # make build   only set up: .venv with pinned packages, and the extensions fastddp._C and fastddp._pages
 # make clean   remove what was built;  make distclean  removes the environments too
@@ -78,7 +79,7 @@ FRAMEWORKS := $(VENV)/.frameworks
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo demo-elastic test test-slow test-in-place test-nightly test-frameworks mutants test-sanitized test-threads test-gpu bench-gpu gpu-site gpu-carry wheels sdist docs lint format clean distclean
+.PHONY: help build demo demo-elastic test test-slow test-in-place test-nightly test-frameworks mutants test-sanitized test-threads test-gpu bench-gpu gpu-site gpu-carry nsight-carry wheels sdist docs lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -176,6 +177,9 @@ gpu-carry:
 	@$(MAKE) --no-print-directory build VENV=build/carry-torch-$(TORCH)
 	@cd build/carry-torch-$(TORCH) && TRITON_CACHE_DIR=/tmp/fastddp-first-run/triton PYTHONSAFEPATH=1 \
 	    PYTHONPATH=$$(echo $$PWD/lib/python3*/site-packages):$(CURDIR) bin/python -m bench.gpu.carry $(ARGS)
+
+nsight-carry:
+	@$(PYTHON) bench/gpu/nsight.py carry
 
 # Without the rest of the environment: what is tried is what was built, with torch alone.
 wheels: $(TOOLCHAIN)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fastddp.times.split import Split
 from fastddp.tools.trace import files
 from fastddp.tools.trace.analysis import analyse
+from fastddp.tools.trace.grids import bucket_grid
 from fastddp.tools.trace.recording import TraceError
 from trace_files import (
     BACKWARD,
@@ -58,6 +60,28 @@ def test_columns_that_older_versions_lack_are_done_without(tmp_path: Path, witho
     assert (found.buckets[0].start, found.buckets[0].duration) == pytest.approx((50, 30))
 
 
+def test_without_a_gpu_the_ranges_of_the_host_are_told(tmp_path: Path) -> None:
+    """Steps of 100 ms: two collectives of bucket 0 from 20 to 60, one of bucket 1, which nobody awaits."""
+    trace, second = NsightExport(), bucket("collective", 0).replace("collective=0", "collective=1")
+    for t in (0.0, 100.0, 200.0):
+        trace.steps(t).range(t, t + 10, FORWARD).range(t + 12, t + 65, "fastddp.window")
+        trace.range(t + 14, t + 17, bucket("pack", 0)).moment(t + 19, bucket("ready", 0))
+        trace.range(t + 20, t + 21, bucket("collective", 0)).range(t + 40, t + 41, second)
+        trace.range(t + 50, t + 60, bucket("wait", 0)).range(t + 60, t + 64, bucket("unpack", 0))
+        trace.range(t + 64, t + 65, bucket("collective", 1))
+    found = report(tmp_path, trace, NsightExport(process=200).steps(0, 100, 200))
+    assert [len(rank.step_ms) for rank in found.ranks] == [2, 2]
+    assert found.ranks[0].split == Split(compute=22, overlapped=28, exposed=12, idle=38)
+    only = found.buckets[0]
+    assert (only.ready, only.start, only.duration) == pytest.approx((19, 20, 40))
+    (line,) = [dict(zip(bucket_grid(found).columns, row, strict=True)) for row in bucket_grid(found).rows]
+    assert [spent for column, spent in line.items() if "pack" in column.name] == pytest.approx([3, 4])
+    assert len(found.warnings) == 2
+    assert all("has nothing that a GPU did: all times are of the host" in warning for warning in found.warnings)
+    # If a GPU works for one process, those for which none does are no ranks.
+    assert len(recordings(tmp_path, two_steps(trace))) == 1
+
+
 def test_windows_across_ranges_take_no_collective_from_its_bucket(tmp_path: Path) -> None:
     """They begin where the first collective is launched, and end after the last gradient."""
     trace, buckets = NsightExport(), 5
@@ -101,7 +125,7 @@ def test_sessions_of_one_machine_have_one_clock(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trace", "message"),
     [
-        (NsightExport().steps(0), "has nothing that a GPU did.*--trace=cuda,nvtx"),
+        (NsightExport().range(0, 1, FORWARD), "has nothing that a GPU did.*--trace=cuda,nvtx"),
         (NsightExport().steps(0).graph(1, 10, 90), "has nothing .* but CUDA graphs .*--cuda-graph-trace=node"),
     ],
 )

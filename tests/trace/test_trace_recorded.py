@@ -13,6 +13,7 @@ import pytest
 
 from fastddp.tools.trace import names
 from fastddp.tools.trace.files import read
+from fastddp.tools.trace.grids import bucket_grid
 from fastddp.tools.trace.reading import read_reports
 from fastddp.tools.trace.report import Report
 from ranks import RankPool
@@ -110,3 +111,21 @@ def test_every_name_of_a_real_step_is_read_again_without_a_loss(ranks: RankPool,
         what, *others = text.removeprefix("fastddp.").split()
         assert fields.pop("what") == what
         assert sorted(others) == sorted(f"{key}={value}" for key, value in fields.items())
+
+
+def test_nsight_tells_of_a_job_without_a_gpu_what_torchs_profiler_told_of_the_same_steps() -> None:
+    """Both recorded one run. Nsight Systems has no collectives of gloo's: they end when the host has awaited them."""
+    nsights, torchs = (read_reports([DATA / "nsight" / name])[0] for name in ("step.sqlite", "torch"))
+    assert (nsights.recorder, nsights.wrapper, nsights.step_mark) == ("Nsight Systems", "fastddp", "fastddp.step")
+    assert len(nsights.warnings) == 1
+    for ours, theirs in zip(nsights.ranks, torchs.ranks, strict=True):
+        assert ours.step_ms == pytest.approx(theirs.step_ms, abs=0.05)
+    for mine, other in zip(nsights.buckets, torchs.buckets, strict=True):
+        for field in ("bucket", "first", "last", "bytes", "wire", "last_rank", "last_parameter"):
+            assert getattr(mine, field) == getattr(other, field)
+        assert mine.ready == pytest.approx(other.ready, abs=0.05)
+        assert mine.start <= other.start
+        assert mine.start + mine.duration >= other.start + other.duration
+    packs = [[row[-1] for row in bucket_grid(one).rows] for one in (nsights, torchs)]
+    assert packs[0] == pytest.approx(packs[1], abs=0.05)
+    assert sum(packs[0]) > 0.1

@@ -70,7 +70,7 @@ def analyse(
         views[0].steps.mark,
         collectives,
         idle,
-        tuple(warning for one in views for warning in one.recording.warnings),
+        tuple(dict.fromkeys(warning for one in views for warning in one.recording.warnings)),
     )
 
 

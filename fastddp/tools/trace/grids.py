@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from statistics import median
 from typing import Any
@@ -142,7 +143,15 @@ def collective_grid(report: Report) -> Grid:
 def bucket_grid(report: Report) -> Grid:
     """A row for each bucket, without columns that are all unknown."""
     numbers = tuple(bucket.bucket for bucket in report.buckets)
-    return replace(_without_unknown(BUCKETS, report.buckets), buckets=numbers)
+    moved = {Column(f"{what}, ms", as_number): partial(_drawn, report, what) for what in ("pack", "unpack")}
+    return replace(_without_unknown(BUCKETS | moved, report.buckets), buckets=numbers)
+
+
+def _drawn(report: Report, what: str, bucket: BucketReport) -> float | None:
+    """Ms that this takes a bucket in the step that is drawn, on the rank where that is most; None: nothing."""
+    drawn = ([one for one in timeline.intervals if one.what == what] for timeline in report.timelines)
+    of_ranks = [sum(one.end - one.start for one in own if one.bucket == bucket.bucket) for own in drawn]
+    return max(of_ranks, default=0.0) or None
 
 
 def _without_unknown(columns: dict[Column, Callable[[Any], Any]], things: Sequence[Any]) -> Grid:

@@ -37,10 +37,13 @@ WHERE = (*TIMES, "deviceId", "streamId", "correlationId", "globalPid")
 # What torch.autograd.profiler.emit_nvtx() adds to the names of operators and annotations.
 ADDED = re.compile(r"(?:, seq = -?\d+)?, op_id = \d+.*", re.DOTALL)
 AGAIN = "Profile again with --cuda-graph-trace=node."
+COMPUTES = (names.FORWARD, f"{names.PREFIX}window")  # on a host, outside of launches and waits
+NO_GPU = "has nothing that a GPU did. Profile with: nsys profile --trace=cuda,nvtx python train.py"
+ONLY_HOST = "has nothing that a GPU did: all times are of the host, where backward counts from its first gradient."
 
 
 def read(path: Path, step_range: str | None = None) -> list[Recording]:
-    """A recording of each process that a GPU worked for; TraceError: the file is no good export, or has none."""
+    """A recording of each process that a GPU worked for, or else fastddp; TraceError: no good export, or no process."""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
             # Names of a script's ranges need not be UTF-8.
@@ -84,6 +87,7 @@ class _Reader:
         self._calls = Calls()
         self._collectives: dict[Hashable, tuple[Collective, int]] = {}  # by process and correlation
         self._graphs: Counter[Builder] = Counter()  # launches of CUDA graphs
+        self._marked: set[Builder] = set()  # by fastddp itself
         self._unreadable = 0  # rows
         self._origin = 0
 
@@ -109,10 +113,9 @@ class _Reader:
                 f"computed and sent in them is not known. {AGAIN}"
             )
         found = {process: builder for process, builder in self._builders.items() if builder.on_device}
+        found = found or {process: builder for process, builder in self._builders.items() if builder in self._marked}
         if not found:
-            raise TraceError(
-                f"{self._path} has nothing that a GPU did. Profile with: nsys profile --trace=cuda,nvtx python train.py"
-            )
+            raise TraceError(f"{self._path} {NO_GPU}")
         return [self._finish(builder) for _, builder in sorted(found.items())]
 
     def _rows(self, table: str, *columns: str, whole: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
@@ -154,7 +157,6 @@ class _Reader:
     def _read_ranges(self) -> None:
         schemas = schemas_of(self._rows(SCHEMAS, "domainId", "schemaId", "name", "offset"))
         from_torch: defaultdict[Builder, list[tuple[int, float, float, str]]] = defaultdict(list)
-        marked: set[Builder] = set()  # by fastddp itself
         columns = ("start", "end", "eventType", "text", "textId", "globalTid", "jsonText", "jsonTextId", "binaryData")
         for row in self._rows(NVTX, *columns):
             text = row["text"] or self._strings.get(row["textId"], "")
@@ -179,10 +181,12 @@ class _Reader:
                 from_torch[builder].append(range_)
                 continue
             if plain.startswith(names.PREFIX):
-                marked.add(builder)
+                self._marked.add(builder)
             builder.add_range(*range_)
+            if plain.startswith(COMPUTES):
+                builder.add_operator(*range_)
         # fastddp itself gives its names to tools: torch's repetitions would count twice.
-        for builder in from_torch.keys() - marked:
+        for builder in from_torch.keys() - self._marked:
             for range_ in from_torch[builder]:
                 builder.add_range(*range_)
 
@@ -244,6 +248,8 @@ class _Reader:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def _finish(self, builder: Builder) -> Recording:
+        if not builder.on_device:
+            builder.add_collectives_of_host()
         hosts = [
             row["value"] for row in self._rows("TARGET_INFO_SYSTEM_ENV", "name", "value") if row["name"] == "Hostname"
         ]
@@ -256,6 +262,7 @@ class _Reader:
             host=str(hosts[0]) if hosts and epochs else f"that of {self._path}",
             origin_ns=(epochs[0] if epochs else 0) + self._origin,
             notes=self._notes(builder),
+            warnings=[] if builder.on_device else [f"{self._path} {ONLY_HOST}"],
         )
 
     def _notes(self, builder: Builder) -> list[str]:

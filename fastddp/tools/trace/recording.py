@@ -169,6 +169,21 @@ class Builder:
         """Add a range."""
         self._ranges.append(NamedRange(lane, start, end, text))
 
+    def add_collectives_of_host(self) -> None:
+        """Add what only ranges tell: each lasts from its launch to its bucket's next, or until the host has waited."""
+        begun: dict[int | None, NamedRange] = {}
+        for number, range_ in enumerate(sorted(self._ranges, key=lambda range_: range_.start)):
+            name = range_.name
+            if name is None or name.bucket is None or name.what not in ("collective", "wait"):
+                continue
+            if (launch := begun.pop(name.bucket, None)) and (name.what == "wait" or name.collective):
+                correlation = NONE - 1 - number  # a device's are positive
+                self.add_launch(correlation, launch.lane, launch.start)
+                lane = self.lane(("messages", launch.lane), "messages between ranks")
+                self.add("collective", lane, launch.start, range_.end, launch.text, correlation)
+            if name.what == "collective":
+                begun[name.bucket] = range_
+
     def is_empty(self) -> bool:
         """Whether nothing was added."""
         return not self._kind and not self._ranges and not self._operator_lane
