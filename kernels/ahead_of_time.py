@@ -222,7 +222,8 @@ def compile_write_words(capability: int) -> CompiledKernel:
     tables = device_table_kernels
     signature = {"target": "*i64", "count": "i64", "words": ("i64",) * tables.WORDS}
     kernel: Any = tables.write_words_kernel
-    return _compile(kernel, signature, {}, capability, (tables.WORDS, tables.GROUP), tables.WARPS)
+    options = {"num_warps": tables.WARPS}
+    return _compile(kernel, signature, {}, capability, (tables.WORDS, tables.GROUP), options)
 
 
 def _compile(

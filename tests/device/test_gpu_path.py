@@ -339,6 +339,48 @@ def test_a_kernel_writes_small_tables_and_large_ones_are_copied(rank: int) -> No
         assert (ran["upload"], ran["fastddp_write_words"]) == (copies, 2 - copies)
 
 
+class CastOnUse(nn.Sequential):
+    """Layers of several sizes in bf16, whose weights are cast for a forward, as under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(width, width) for width in (96, 32, 96, 200, 96) * 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        casts = []
+        for layer in self:
+            casts.append((layer.weight.to(BF16), layer.bias.to(BF16)))
+            width = len(layer.bias)
+            inputs = nn.functional.gelu(nn.functional.linear(inputs.to(BF16)[:, :width], *casts[-1])).float()
+            inputs = nn.functional.pad(inputs, (0, 200 - width))
+        return inputs
+
+
+@pytest.mark.tier("slow", but_one_in=3)
+@pytest.mark.parametrize("hook", ["none", "int8", "PowerSGD"])
+@VIEWS
+@on_ranks(2, pool="simulated_ranks")
+def test_gradients_come_to_lie_where_they_were_though_tables_and_they_share_an_allocator(
+    rank: int, hook: str, view: bool
+) -> None:
+    fake_cuda.schedule("in_order")
+    options = {"gradient_as_bucket_view": view, "watch": fastddp.Watch(stall=None)}
+    model = fastddp.DistributedDataParallel(CastOnUse().to(DEVICE), bucket_cap_mb=0.2, **options)
+    register(model, hook)
+    inputs = torch.ones(2, 200, device=DEVICE)
+    uploads = []
+    for step in range(24):
+        fake_cuda.reset_records()
+        model(inputs).sum().backward()
+        uploads.append(fake_cuda.uploads())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=1e-3)
+        model.zero_grad()
+        if step % 3 == 0:
+            fake_cuda.synchronize()
+    assert (max(uploads[:4]) > 0, uploads[-4:]) == (True, [0] * 4), uploads
+
+
 def train_on_two_devices(rank: int, devices: list[str]) -> list[Tensor]:
     torch.manual_seed(0)
     first, second = nn.Linear(8, 16), nn.Linear(16, 4)
