@@ -80,8 +80,9 @@ const at::Tensor& kept_for_graphs(const Words& words, Launcher& launcher) {
 // Note [Tables keep their memory]
 // An allocator gives a table's memory from where small gradients get theirs. If each new table were allocated in the middle of
 // backward and an old one freed, these gradients would get other addresses in the next step, for which a new table would be sent:
-// for ever. So the table that is forgotten leaves its memory to the new one. It is written in the order of the stream that has
-// read it; under another stream the new table has memory of its own.
+// for ever. So tables of addresses, those without `words`, get memory for kRemembered of them at once. The one that is forgotten
+// leaves its memory to the new one, which is written in the order of the stream that has read it. Under another stream the new
+// table has memory of its own.
 const at::Tensor& DeviceTable::refresh(Words key, const std::function<Words()>& words) {
   const auto device = launcher_.device();
   if (is_capturing(device)) {
@@ -89,6 +90,13 @@ const at::Tensor& DeviceTable::refresh(Words key, const std::function<Words()>& 
     return of_capture_ = kept_for_graphs(words ? words() : key, launcher_);
   }
   const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  if (sent_.empty() && !words) {
+    constexpr int64_t together = 32;  // so that each has room for whole groups of words
+    const auto room = (std::ssize(key) + together - 1) / together * together;
+    const auto options = at::TensorOptions().dtype(at::kLong).device(device);
+    const auto all = at::empty({static_cast<int64_t>(kRemembered), room}, options);
+    for (const auto& memory : all.unbind()) sent_.push_back({{}, memory, memory, stream});
+  }
   auto found = std::ranges::find(sent_, key, &Sent::key);
   if (found == sent_.end()) {
     Sent oldest;
