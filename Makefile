@@ -171,10 +171,12 @@ test-gpu: $(GPU_READY)
 bench-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m bench.gpu.first_run --out out/gpu $(ARGS)
 
-# An environment of its own, since another Python may have made that of TORCH. The cache of Triton lies where it will be used.
+# An environment of its own, since another Python may have made that of TORCH. The cache of Triton lies where it will be used, without what
+# earlier calls have left there.
 gpu-carry:
 	@test -n "$(TORCH)" || { echo "Name the torch of the machine with the GPU: make gpu-carry TORCH=2.11.0 PYTHON=python3.12"; exit 1; }
 	@$(MAKE) --no-print-directory build VENV=build/carry-torch-$(TORCH)
+	@rm -rf /tmp/fastddp-first-run/triton
 	@cd build/carry-torch-$(TORCH) && TRITON_CACHE_DIR=/tmp/fastddp-first-run/triton PYTHONSAFEPATH=1 \
 	    PYTHONPATH=$$(echo $$PWD/lib/python3*/site-packages):$(CURDIR) bin/python -m bench.gpu.carry $(ARGS)
 

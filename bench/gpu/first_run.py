@@ -151,7 +151,7 @@ class Plan:
             (self.section("block8", 20),),
             (self.section("kernels", 25),),
             (self.section("memory", 70),),
-            (self.section("compiled", 45), self.tests("faults", 45, "tests/gpu/test_faults.py")),
+            (self.section("compiled", 45), self.tests("faults", 45, "tests/gpu/test_device_faults.py")),
             *self.profiled(30),
         ]
 
