@@ -125,9 +125,32 @@ def test_every_kernel_is_tried_before_it_is_used(fresh_rank: RankPool) -> None:
     assert (wrong, given_up) == ([], set())
     ((wrong, also_launched, given_up),) = fresh_rank.run(all_kernels_at_once, 1, "program", time_limit=1400)
     assert wrong == [], "operators have done the work"
-    assert given_up == also_launched
+    assert given_up == also_launched | {"fastddp_write_words"}  # with which tables are sent: no launch of its own
     # The kernel that these work with was given up before they were tried.
     assert launched - given_up == {"fastddp_project_fp16_r4", "fastddp_project_bf16_r4"}
+
+
+def packs_with_copied_tables(rank: int) -> tuple[list[str], list[float], int]:
+    """Warnings, the wire, and copies to the device."""
+    device = torch.device(DEVICE, 0)
+    fake_cuda.schedule("in_order")
+    fake_cuda.break_kernels("write_words", "program")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_kernels([(device, FP32, FP32)])
+    kernels, wire = _C.Kernels(device), torch.zeros(2, device=device)
+    gradient = torch.tensor([2.0, 4.0]).to(device)
+    fake_cuda.reset_records()
+    kernels.pack([gradient], [wire], 0.5)
+    assert fake_cuda.launches() == ["fastddp_pack_fp32_to_fp32"]
+    return [str(warning.message) for warning in caught], wire.tolist(), fake_cuda.uploads()
+
+
+@pytest.mark.tier("slow")
+def test_where_what_writes_tables_is_wrong_they_are_copied_and_no_other_kernel_is_blamed(fresh_rank: RankPool) -> None:
+    (((warning,), wire, copies),) = fresh_rank.run(packs_with_copied_tables, 1, time_limit=300)
+    assert "fastddp_write_words" in warning
+    assert (wire, copies) == ([1, 2], 2)
 
 
 def packs(rank: int, proof: str, device: str, fault: str = "none") -> tuple[Any, bool, list[str], list[str]]:
