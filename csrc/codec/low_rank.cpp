@@ -184,9 +184,13 @@ class LowRankBucket {
   // The window is about to write all of Q: note [Errors change places], kept.h.
   void keep_q() {
     if (std::exchange(has_kept_q_, true)) return;
+    std::vector<at::Tensor> kept, now;
     for (const auto& matrix : matrices_) {
-      if (is_captured_ || !change_places(matrix.now.q, matrix.kept.q)) matrix.kept.q.copy_(matrix.now.q);
+      if (!is_captured_ && change_places(matrix.now.q, matrix.kept.q)) continue;
+      kept.push_back(matrix.kept.q);
+      now.push_back(matrix.now.q);
     }
+    if (!kept.empty()) at::_foreach_copy_(kept, now);
   }
 
   // The results for `which` will be dropped: their errors are what they were before this window.

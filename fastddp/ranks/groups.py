@@ -93,10 +93,8 @@ def make_group(
             )
     assert group is not None  # this rank is in a part
     _note(parent, group)
-    if (
-        nccl_options is not None
-    ):  # NCCL connects ranks when they first send, and would do so in the middle of a backward
-        greatest([0], group, device)
+    if nccl_options is not None:
+        greatest([0], group, device)  # NCCL connects ranks when they first send: not in the middle of a backward
     return group
 
 
