@@ -87,6 +87,7 @@ def _name_as_jobs_do() -> None:
 
 def all_kernels(capability: int) -> Iterator[Callable[[], object]]:
     """Calls that compile them: each dtype, format and rank."""
+    yield partial(ahead_of_time.compile_write_words, capability)
     for gradient, wire in itertools.product(TRITON_DTYPES, repeat=2):
         for form in ("pack", "unpack", "pack_measuring") if moves(gradient, wire) else ():
             yield partial(ahead_of_time.compile_pack, form, gradient, wire, capability)

@@ -129,6 +129,16 @@ def test_shards_are_read_16_bytes_at_a_time_of_four_ranks_at_once(dtype: torch.d
     assert kernel.name == f"fastddp_sum_shards_{TRITON_DTYPES[dtype]}"
 
 
+@capabilities
+def test_the_words_of_a_table_are_parameters(capability: int) -> None:
+    kernel = ahead_of_time.compile_write_words(capability)
+    words, _ = kernel.tile
+    check_resources(kernel, 64, shared_bytes=0)
+    check_signature(kernel, ["u64"] * (2 + words))
+    assert len(re.findall(r"st\.global\.b64", kernel.ptx)) == words
+    assert kernel.parameters * 8 + 16 <= 4096
+
+
 LOW_RANK_PARAMETERS = {
     "compress": ["u64", "u64", "f64"],
     "project": ["u64", "u64", "u64"],
