@@ -233,10 +233,10 @@ def gradients_that_stay_are_measured_after_they_were_made() -> None:
 
 
 def parts_of_a_bucket_wait_for_producers_on_other_streams() -> None:
-    """Three gradients of 3 MiB, each on a stream of its own: the first two are packed before the bucket is complete."""
+    """Three gradients of 7 MiB, each on a stream of its own: the first two are packed before the bucket is complete."""
     if _order not in ("lazy", "others_first"):
         return  # the others take long with so much memory
-    of = parameters(*[3 * 2**18] * 3)
+    of = parameters(*[7 * 2**18] * 3)
     accumulate_on([stream() for _ in of], of)
     engine = reducer(of, view=True)
     for value in (1, 2):

@@ -383,7 +383,7 @@ def costs_of_a_step(rank: int, exchange: str, set_to_none: bool, view: bool = Fa
         (PLAIN, False, {"measure_gradients": 1}),  # the collective divides: nothing else reads them
         (IN_THE_WIRE, True, {"pack_measuring": 1, "unpack": 1}),
         ("python", True, {"pack_measuring": 1}),
-        (LOW_RANK, True, {"measure_gradients": 1, "pack_measuring": 1, "unpack": 2}),
+        (LOW_RANK, True, {"measure_gradients": 1, "pack_measuring": 1, "unpack": 1}),
         ("noop", True, {"measure_gradients": 1}),
     ],
 )
