@@ -313,6 +313,8 @@ def test_gradients_of_an_open_step_are_removed_those_of_microbatches_too(arms: b
 @on_ranks(2)
 def test_models_and_regroups_leave_no_keys_in_the_store(rank: int) -> None:
     store, counts = dist.distributed_c10d._get_process_group_store(dist.group.WORLD), []
+    while isinstance(store.underlying_store, dist.PrefixStore):
+        store = store.underlying_store  # at last this call's: models of earlier ones may write where theirs is
     trained = Trained("int8")
     for _ in range(3):
         Trained().train()
@@ -320,9 +322,9 @@ def test_models_and_regroups_leave_no_keys_in_the_store(rank: int) -> None:
         trained.model.regroup(dist.group.WORLD)
         trained.train()
         dist.barrier()
-        counts.append(store.num_keys())
+        counts.append(len(store.list_keys()))
         dist.barrier()
-    assert counts[0] == counts[1] == counts[2]
+    assert 0 < counts[0] == counts[1] == counts[2]
 
 
 @on_ranks(2)
