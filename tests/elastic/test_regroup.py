@@ -312,7 +312,8 @@ def test_gradients_of_an_open_step_are_removed_those_of_microbatches_too(arms: b
 
 @on_ranks(2)
 def test_models_and_regroups_leave_no_keys_in_the_store(rank: int) -> None:
-    store, counts = dist.distributed_c10d._get_process_group_store(dist.group.WORLD), []
+    store: Any = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+    counts: list[int] = []
     while isinstance(store.underlying_store, dist.PrefixStore):
         store = store.underlying_store  # at last this call's: models of earlier ones may write where theirs is
     trained = Trained("int8")
