@@ -29,16 +29,8 @@ def lines(rows: Sequence[harness.Row]) -> list[str]:
         *(line for family in FAMILIES for line in _kernels(family, rows)),
         *_host([row for row in rows if row["kind"] == "host"]),
         *_graphs([row for row in rows if row["kind"] == "graph"]),
-        *(
-            line
-            for kind in ("step rows", "step", "step, seldom used", "step with hooks")
-            for line in _steps(kind, rows)
-        ),
-        *(
-            results.line(row)
-            for row in rows
-            if row["kind"] in ("asleep", "two_ranks", "memory", "compiled", "addresses")
-        ),
+        *(line for kind in _OF_STEPS for line in _steps(kind, rows)),
+        *(results.line(row) for row in rows if row["kind"] in _AS_THEY_ARE),
         *(f"not measured: {row['what']}" for row in rows if row["kind"] == "skipped"),
         *(f"WRONG: {_where(row)}" for row in rows if row.get("result") == "WRONG"),
     ]

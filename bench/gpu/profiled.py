@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import tempfile
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch.multiprocessing
 import fastddp
 from bench import harness
 from bench.cases import CASES, case_named
+from bench.gpu import simulated
 
 MODULE = "bench.gpu.profiled"
 RANKS = 2
@@ -27,8 +27,6 @@ BEFORE = 3  # steps; buckets are rebuilt in the first of them
 
 def main() -> None:
     options = parse_arguments()
-    # NCCL refuses two ranks on one GPU unless they seem to be on two hosts.
-    os.environ |= {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(train, (f"file://{folder}/store", options), RANKS)
 
@@ -46,7 +44,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def train(rank: int, store: str, options: argparse.Namespace) -> None:
     """All steps of one rank."""
-    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    if options.device == "cuda":
+        simulated.of_tests("nodes").share_the_gpu()
     torch.set_num_threads(1)
     device = torch.device(options.device)
     dist.init_process_group(dist.get_default_backend_for_device(device), store, rank=rank, world_size=RANKS)

@@ -196,12 +196,8 @@ def costs_of_the_host(ddp: Any, find_unused: bool, uses: int) -> tuple[int, list
     [
         (False, 4, (5, 0), (4, 0)),  # the status is a collective more
         (True, 4, (5, 1), (6, 0)),  # and says who used what: the host waits, since gradients may come late on any rank
-        (
-            True,
-            3,
-            (5, 1),
-            (6, 1),
-        ),  # torch's has a collective for this, a bucket more, and waits where something is unused
+        # Torch's has a collective for this and a bucket more, and waits where something is unused.
+        (True, 3, (5, 1), (6, 1)),
     ],
 )
 @on_ranks(2, pool="simulated_ranks")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -71,27 +73,33 @@ def test_replays_equal_eager_steps(ranks: RankPool, simulated_ranks: RankPool, c
     case.compare(simulated_ranks.run(stepped, 2, DEVICE, case, order), expected)
 
 
+def captured_backward(rank: int, case: Case) -> tuple[Any, Tensor, Callable[[], None]]:
+    """The model after warm-up, the inputs of a step, and what replays the step's backward; on the current stream."""
+    model = case.wrapped(rank, DEVICE)
+    static = batch(rank, 0).to(DEVICE)
+    for _ in range(WARMUP):
+        model.zero_grad()
+        case.backward(model, static)
+    model.zero_grad()
+    with captured() as replays:
+        case.backward(model, static)
+    return model, static, replays[0]
+
+
 def replayed_without_its_model(rank: int) -> list[list[Tensor]]:
     """Gradients of replays after the wrapper is gone, and other code has used the pinned memory that it left."""
     fake_cuda.schedule("random", 3)
     case = Case()
     with torch.Stream(device=DEVICE):
-        model = case.wrapped(rank, DEVICE)
+        model, static, replay = captured_backward(rank, case)
         module = model.module
-        static = batch(rank, 0).to(DEVICE)
-        for _ in range(WARMUP):
-            model.zero_grad()
-            case.backward(model, static)
-        model.zero_grad()
-        with captured() as replays:
-            case.backward(model, static)
         del model
         gc.collect()
         others = [torch.full((size,), 7).pin_memory() for size in (8, 16, 32, 64, 128) * 20]
         results = []
         for step in range(3):
             static.copy_(batch(rank, step))
-            replays[0]()
+            replay()
             results.append([gradient.cpu() for gradient in case.gradients(module)])
         del others
     return results
@@ -126,16 +134,9 @@ def test_tables_of_a_graph_are_its_own(rank: int) -> None:
 @on_ranks(2, pool="simulated_ranks")
 def test_a_replay_sends_no_table(rank: int, case: Case) -> None:
     with torch.Stream(device=DEVICE):
-        model = case.wrapped(rank, DEVICE)
-        static = batch(rank, 0).to(DEVICE)
-        for _ in range(WARMUP):
-            model.zero_grad()
-            case.backward(model, static)
-        model.zero_grad()
-        with captured() as replays:
-            case.backward(model, static)
+        *_kept, replay = captured_backward(rank, case)
         fake_cuda.reset_records()
-        replays[0]()
+        replay()
         torch.accelerator.synchronize()
     ran = Counter(fake_cuda.history())
     assert any(name.startswith("fastddp_") for name in ran)
