@@ -220,7 +220,9 @@ class Block8Codec : public Codec {
   void begin_change(BucketErrors& errors) {
     if (errors_ == nullptr || std::exchange(errors.have_changed, true)) return;
     is_captured_ = is_captured_ || is_capturing(errors.now.device());
-    if (is_captured_ || !change_places(errors.now, errors.before)) errors.before.copy_(errors.now);
+    Keeping keeping(is_captured_);
+    keeping.add(errors.now, errors.before);
+    keeping.copy_rest();
   }
 
   // The span's errors are about to change. Returns whether this is the step's first change.

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/where.h>
 
 #include <utility>
+#include <vector>
 
 #include "device/streams.h"
 
@@ -25,6 +27,28 @@ inline bool change_places(const at::Tensor& a, const at::Tensor& b) {
   std::swap(a.storage().unsafeGetStorageImpl()->mutable_data_ptr(), b.storage().unsafeGetStorageImpl()->mutable_data_ptr());
   return true;
 }
+
+// What the tensors hold is kept elsewhere, where undo_change() finds it: they change places, or are copied by copy_rest().
+class Keeping {
+ public:
+  // `is_captured`: a step was captured.
+  explicit Keeping(bool is_captured) : is_captured_(is_captured) {}
+
+  // Where it is from here on: in one of the two.
+  const at::Tensor& add(const at::Tensor& now, const at::Tensor& kept) {
+    if (!is_captured_ && change_places(now, kept)) return kept;
+    now_.push_back(now);
+    kept_.push_back(kept);
+    return now;
+  }
+  void copy_rest() {
+    if (!kept_.empty()) at::_foreach_copy_(kept_, now_);
+  }
+
+ private:
+  const bool is_captured_;
+  std::vector<at::Tensor> now_, kept_;
+};
 
 // memory = kept, by a copy; `only_if` as in Codec::undo().
 inline void bring_back(const at::Tensor& memory, const at::Tensor& kept, const at::Tensor& only_if) {

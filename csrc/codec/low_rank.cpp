@@ -1,6 +1,5 @@
 // PowerSGD: leg 0 is P and the uncompressed rest, leg 1 is Q.
 #include <ATen/ops/_foreach_add.h>
-#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
@@ -184,13 +183,9 @@ class LowRankBucket {
   // The window is about to write all of Q: note [Errors change places], kept.h.
   void keep_q() {
     if (std::exchange(has_kept_q_, true)) return;
-    std::vector<at::Tensor> kept, now;
-    for (const auto& matrix : matrices_) {
-      if (!is_captured_ && change_places(matrix.now.q, matrix.kept.q)) continue;
-      kept.push_back(matrix.kept.q);
-      now.push_back(matrix.now.q);
-    }
-    if (!kept.empty()) at::_foreach_copy_(kept, now);
+    Keeping keeping(is_captured_);
+    for (const auto& matrix : matrices_) keeping.add(matrix.now.q, matrix.kept.q);
+    keeping.copy_rest();
   }
 
   // The results for `which` will be dropped: their errors are what they were before this window.
@@ -281,7 +276,7 @@ class LowRankBucket {
     const auto may_be_dropped = [&](const Matrix& matrix) {
       return options_.batched ? std::ranges::any_of(spans.all, &Span::may_be_dropped) : spans.all[matrix.span].may_be_dropped;
     };
-    std::vector<at::Tensor> kept, now;
+    Keeping keeping(is_captured_);
     for (const auto i : which) {
       auto& matrix = matrices_[i];
       const auto &error = matrix.now.error, &own = matrix.kept.error;
@@ -292,14 +287,9 @@ class LowRankBucket {
         continue;
       }
       matrix.error_before = own;
-      if (!is_captured_ && change_places(error, own)) {
-        matrix.before = own;
-      } else {
-        kept.push_back(own);
-        now.push_back(error);
-      }
+      matrix.before = keeping.add(error, own);
     }
-    if (!kept.empty()) at::_foreach_copy_(kept, now);
+    keeping.copy_rest();
   }
 
   // Makes the bucket one square, padded with zeros.
